@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -327,18 +328,21 @@ class EngineConfig:
     )
     tensor_parallel_size: int = setting(
         1,
-        "number of ranks to split each layer over: processes of this machine, which share its cores; on a GPU only 1 so"
-        " far",
+        "number of ranks to split each layer over: processes of this machine, which share its cores; on GPUs only 1"
+        " so far: more are not proven there",
         whole(1),
         flags=("-tp", "--tp-size", "--tensor-parallel"),
     )
     disable_custom_all_reduce: bool = setting(
-        False, "ranks of a CPU add up what they computed over sockets (gloo) instead of shared memory", flag
+        False,
+        "ranks add up what they computed over sockets (gloo) instead of shared memory; on GPUs by NCCL alone instead of"
+        " kernels of our own",
+        flag,
     )
     pipeline_parallel_size: int = setting(
         1,
         "number of stages that the layers are divided into, by bytes: processes of this machine, -tp of them each; on"
-        " a GPU only 1 so far",
+        " GPUs only 1",
         whole(1),
         flags=("-pp", "--pp-size"),
     )
@@ -354,14 +358,8 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-            if self.device == "cuda" and getattr(self, name) != 1:
-                raise ConfigurationError(
-                    f"{name} is {getattr(self, name)}; of GPUs only one device is supported so far",
-                    needed="1",
-                    fix=f"leave {name} out; ranks on a CPU: --device cpu",
-                    field=name,
-                )
+        if self.device == "cuda":
+            unsupported.check_gpu_ranks(self.tensor_parallel_size, self.pipeline_parallel_size, os.environ)
         unsupported.check_engines_here(self.data_parallel_size, self.data_parallel_size_local)
         if self.engine_hang_timeout is not None and 0 < self.engine_hang_timeout < LEAST_HANG_TIMEOUT_S:
             raise ConfigurationError(

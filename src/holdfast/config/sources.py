@@ -27,7 +27,7 @@ from holdfast.config.setting import (
     unknown_name,
 )
 from holdfast.config.tuning import TUNING
-from holdfast.config.unsupported import LISTS, SHORT, SWITCHES
+from holdfast.config.unsupported import LISTS, RANK_GPUS, SHORT, SWITCHES
 from holdfast.errors import ConfigurationError
 from holdfast.units import shorten
 
@@ -41,6 +41,7 @@ OTHER_VARIABLES = (
     "HOLDFAST_FAULT_",
     "HOLDFAST_SOAK_",
     "HOLDFAST_OPERATIONS",
+    RANK_GPUS,
 )
 """Beginnings of variables that mean something and are no settings of a server."""
 

@@ -63,6 +63,12 @@ GRAPH_LAYER_BYTES = 34 << 10
 EXPERTS_APART_BYTES = 256 * MIB
 """Beyond that, of kernels that find experts in two places, fetch some and hand others to the host: their code and what
 the driver sets up for them (H200: about 200 MiB in the profile run, 25 more in later steps)."""
+EXCHANGE_BLOCKS = 32
+"""Of a kernel that adds up what several ranks have computed."""
+EXCHANGE_WORDS_BYTES = 2 * EXCHANGE_BLOCKS * 16 * 4
+"""By which such blocks wait for one another, two for each of up to 16 ranks."""
+MOST_EXCHANGE_BYTES = 8 * MIB
+"""That a rank shows the others at a time; what is larger goes in pieces, or another way."""
 KINDS_OF_WORK = 3
 """Steps that only draw, steps with rows whose logits are adjusted first, and steps that end with the logits because
 masks are still on their way: a graph of each for every size."""
@@ -86,6 +92,27 @@ def graphs_bytes(layers: int, sequences: int, *, captured: bool = True, experts_
     experts do not all stay on the GPU."""
     graphs = captured * KINDS_OF_WORK * len(padded_sizes(sequences)) * layers * GRAPH_LAYER_BYTES
     return code_bytes(experts_apart=experts_apart) + graphs
+
+
+def exchange_slot_bytes(hidden: int, tokens: int, widest_vocab: int, *, dtype: str) -> int:
+    """Of what a rank shows the others: the stream of a step, or a row of its logits. `widest_vocab`: rows of the
+    vocabulary that one rank has."""
+    size = ELEMENT_BYTES[dtype]
+    wanted = max(min(tokens * hidden * size, MOST_EXCHANGE_BYTES), widest_vocab * size)
+    return -(-wanted // EXCHANGE_WORDS_BYTES) * EXCHANGE_WORDS_BYTES
+
+
+def exchange_memory_bytes(slot_bytes: int) -> int:
+    """That each rank lets the others read: one slot is filled while another may still be read."""
+    return EXCHANGE_WORDS_BYTES + 2 * slot_bytes
+
+
+def beside_ranks_bytes(spec: ModelSpec, limits: Limits, vocab_rows: int, *, dtype: str) -> int:
+    """Of one rank of several, beside its activations: its sums before they are added up, its part of the logits, and
+    tokens as its rows of the vocabulary number them."""
+    tokens, size = limits.max_num_batched_tokens, ELEMENT_BYTES[dtype]
+    apart = 0 if sums_apart(spec) else tokens * spec.hidden_size
+    return (apart + limits.max_num_seqs * vocab_rows) * size + 3 * tokens * 4
 
 
 def whole_lines(words: int) -> int:

@@ -98,6 +98,8 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
     weights_bytes: int
     kv_pool_bytes: int
     """Of its part of the pages."""
+    device: str = ""
+    """Its GPU; empty: it computes on the CPU."""
     engine: int = 0
     """That it is of, where there are several."""
 

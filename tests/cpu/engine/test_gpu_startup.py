@@ -273,13 +273,15 @@ def test_terms_that_took_less_pay_for_what_no_term_accounts_for(spec: ModelSpec)
     plan = make_gpu_plan(spec, None, EngineConfig.from_arguments(device="cuda"), [gpu.probed()])
     measured = {name: size for name, size in plan.terms.items() if name != "kv_pool"} | {"graphs": 30 * MIB}
     held = sum(measured.values()) + 70 * MIB
-    taken = build_gpu._taken(plan, measured, held)
+    taken = build_gpu.taken_terms(plan, measured, held)
     assert taken["activations"] == measured["activations"] + 70 * MIB
     assert taken["graphs"] == plan.terms["graphs"] - 70 * MIB  # Others are captured when they are needed.
-    assert build_gpu._taken(plan, measured | {"graphs": 9 * GIB}, held)["graphs"] == 9 * GIB
-    assert build_gpu._taken(plan, measured, 0)["activations"] == measured["activations"]
+    assert build_gpu.taken_terms(plan, measured | {"graphs": 9 * GIB}, held)["graphs"] == 9 * GIB
+    assert build_gpu.taken_terms(plan, measured, 0)["activations"] == measured["activations"]
     later = plan.terms["graphs"] - GRAPHS_BYTES  # Have room however much no term accounts for.
-    assert build_gpu._taken(plan, measured, held + GIB)["graphs"] == measured["graphs"] + later > measured["graphs"]
+    assert (
+        build_gpu.taken_terms(plan, measured, held + GIB)["graphs"] == measured["graphs"] + later > measured["graphs"]
+    )
 
 
 class FakeMemory:

@@ -53,7 +53,7 @@ def started(plan: Plan, kernels: int) -> Plan:
     measured = {name: size for name, size in plan.terms.items() if name != "kv_pool"} | {"graphs": 0}
     measured["activations"] += ACTIVATIONS
     measured["logits"] += LOGITS
-    taken = build_gpu._taken(plan, measured, sum(measured.values()) + kernels)
+    taken = build_gpu.taken_terms(plan, measured, sum(measured.values()) + kernels)
     return settle_pool(plan, 141 * GIB, taken)
 
 
@@ -69,9 +69,9 @@ def test_kernels_that_are_loaded_are_not_to_come() -> None:
     plan = served("22.93GiB", max_model_len=8192)
     measured = {name: size for name, size in plan.terms.items() if name != "kv_pool"} | {"graphs": 0}
     held = sum(measured.values())
-    assert build_gpu._taken(plan, measured, held)["graphs"] == plan.terms["graphs"] > 0
-    assert build_gpu._taken(plan, measured, held + 100 * MIB)["graphs"] == plan.terms["graphs"] - 100 * MIB
-    assert build_gpu._taken(plan, measured, held + KERNELS)["graphs"] == 0
+    assert build_gpu.taken_terms(plan, measured, held)["graphs"] == plan.terms["graphs"] > 0
+    assert build_gpu.taken_terms(plan, measured, held + 100 * MIB)["graphs"] == plan.terms["graphs"] - 100 * MIB
+    assert build_gpu.taken_terms(plan, measured, held + KERNELS)["graphs"] == 0
 
 
 def test_a_second_plan_counts_ram_as_the_first_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

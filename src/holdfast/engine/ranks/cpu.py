@@ -20,7 +20,7 @@ from holdfast.execution.parallel.share import RankShare
 from holdfast.execution.runner import ProfileRun, Runner, RunnerLimits
 from holdfast.execution.weights.load import load_weights
 from holdfast.execution.weights.products_by import torch_share
-from holdfast.footprint.cpu import head_rows
+from holdfast.footprint.cpu import SLOT_PAGE_BYTES, head_rows
 from holdfast.hardware import Resident, resident
 from holdfast.models import ModelSpec
 from holdfast.models.stages import rank_spec
@@ -129,9 +129,9 @@ def measured(rank: LoadedRank, profile: ProfileRun) -> Measured:
 
 
 def segment_layout(engine: EngineChoices) -> SegmentLayout:
-    """Of the memory that the ranks of this plan share."""
-    stages = max(1, len(engine.stages))
-    return SegmentLayout(engine.rank_count, engine.slot_bytes, stages, engine.stream_bytes, engine.answer_bytes)
+    """Of the memory that the ranks of this plan share. Ranks on GPUs have plans and orders there, and no numbers."""
+    stages, slot_bytes = max(1, len(engine.stages)), SLOT_PAGE_BYTES if engine.rank_gpus else engine.slot_bytes
+    return SegmentLayout(engine.rank_count, slot_bytes, stages, engine.stream_bytes, engine.answer_bytes)
 
 
 def threads_of(cores: int, size: int, rank: int) -> int:

@@ -6,7 +6,6 @@ it fails (and says why), or with rank 0.
 
 from __future__ import annotations
 
-import gc
 import logging
 import sys
 import traceback
@@ -18,20 +17,15 @@ from holdfast.config import EngineConfig
 from holdfast.engine.process.protocol import pack_failure
 from holdfast.engine.ranks import messages
 from holdfast.engine.ranks.adapters import AskedPlaces
-from holdfast.engine.ranks.cpu import LoadedRank, load_rank, measured, segment_layout
+from holdfast.engine.ranks.cpu import LoadedRank, load_rank, measured
+from holdfast.engine.ranks.following import Follower
 from holdfast.engine.startup.build import find_model
 from holdfast.engine.startup.kv_scales import find_kv_scales
 from holdfast.errors import HoldfastError
 from holdfast.execution.parallel.gloo import open_store
-from holdfast.execution.parallel.mailbox import Receiver
 from holdfast.execution.parallel.rank_link import RankLink
-from holdfast.execution.parallel.segment import Segment
 from holdfast.observability.nonblocking_output import unblock_output
 from holdfast.records import StepPlan
-
-
-class StepLeft(Exception):
-    """Rank 0 has left the step: this rank leaves it too, and waits for the next."""
 
 
 def run(segment: int, connection: int) -> int:
@@ -42,7 +36,7 @@ def run(segment: int, connection: int) -> int:
         level=logging.WARNING, format=f"%(levelname)s rank {start.rank}: %(message)s", stream=sys.stderr
     )
     try:
-        _Follower(start, segment, answers).run()
+        _follower(start)(start, segment, answers).run()
     except Exception as error:
         if not isinstance(error, HoldfastError):
             traceback.print_exc()
@@ -51,11 +45,16 @@ def run(segment: int, connection: int) -> int:
     return 0
 
 
-class _Follower:
-    def __init__(self, start: messages.StartRank, descriptor: int, answers: Connection) -> None:
-        self._rank, self._answers = start.rank, answers
-        self._segment = Segment(segment_layout(start.plan.engine), descriptor)
-        self._receiver = Receiver(self._segment, start.rank, self._look)
+def _follower(start: messages.StartRank) -> type[Follower]:
+    if not start.plan.engine.rank_gpus:
+        return CpuFollower
+    from holdfast.engine.ranks.gpu.follower import GpuFollower  # Ranks of a CPU need nothing of what it imports.
+
+    return GpuFollower
+
+
+class CpuFollower(Follower):
+    def _load(self, start: messages.StartRank) -> None:
         self._link = RankLink(self._segment, start.rank, self._look)
         if start.store_port is not None:
             self._link.use_gloo(open_store(start.store_port, start.size))
@@ -68,7 +67,7 @@ class _Follower:
             model.files,
             model.spec,
             start.plan,
-            lambda done, total: self._say(messages.RankLoading(done, total)),
+            self._say_loading,
             threads=start.threads,
             beat=None if stage is None else stage.note_alive,
             rank=start.rank,
@@ -77,29 +76,17 @@ class _Follower:
         )
         self._say(messages.RankLoaded(self._member.runner.weights_bytes))
 
-    def run(self) -> None:
-        """Until it is told to leave."""
-        gc.freeze()
-        gc.enable()
-        while True:
-            try:
-                message = self._receiver.receive()
-                if message[:1] == messages.STEP:
-                    self._step(messages.decode_plan(message[1:]))
-                elif message[:1] == messages.SAMPLED:
-                    self._note_sampled(messages.decode_sampled(message[1:]))
-                elif not self._follow(messages.decode_order(message[1:])):
-                    return
-            except StepLeft:
-                self._rejoin()
-
-    def _step(self, plan: StepPlan) -> None:
+    def _execute(self, plan: StepPlan) -> None:
         self._asked.note(plan)
         for arrival in self._member.runner.execute(plan).adapters:
             self._say(messages.AdapterSettled(self._asked.pop(arrival.place), arrival))
 
+    def _note_sampled(self, sampled: messages.Sampled) -> None:
+        """Other stages are told with each plan as much as they need to know of it."""
+        if self._link.stage is not None and self._link.stage.is_first:
+            self._member.runner.note_sampled(numpy.array(sampled.slots), numpy.array(sampled.tokens))
+
     def _follow(self, order: messages.Order) -> bool:
-        """Whether there is more to do."""
         runner = self._member.runner
         if isinstance(order, messages.Leave):
             return False
@@ -113,23 +100,10 @@ class _Follower:
             return True
         if isinstance(order, messages.BackKV):
             runner.back_kv(order.blocks, order.most_blocks)
-        else:
+        elif isinstance(order, messages.ResizePool):
             runner.resize_kv(order.blocks)
         self._say(messages.Done())
         return True
-
-    def _note_sampled(self, sampled: messages.Sampled) -> None:
-        """Other stages are told with each plan as much as they need to know of it."""
-        if self._link.stage is not None and self._link.stage.is_first:
-            self._member.runner.note_sampled(numpy.array(sampled.slots), numpy.array(sampled.tokens))
-
-    def _say(self, message: messages.FromRank) -> None:
-        self._answers.send_bytes(messages.encode(message))
-
-    def _look(self, waited_s: float) -> None:
-        """While rank 0 or another is awaited, which may take as long as it likes: rank 0 has the clock."""
-        if self._segment.alarm.value != self._segment.calm:
-            raise StepLeft
 
     def _rejoin(self) -> None:
         self._segment.calm = self._segment.alarm.value

@@ -29,6 +29,7 @@ from holdfast.engine.ranks import messages
 from holdfast.engine.ranks.cpu import segment_layout, threads_of
 from holdfast.errors import EngineDiedError, EngineError, EngineHungError
 from holdfast.execution.parallel.gloo import open_store
+from holdfast.execution.parallel.gpu.link import GpuRankLink
 from holdfast.execution.parallel.mailbox import Sender
 from holdfast.execution.parallel.rank_link import RankLink
 from holdfast.execution.parallel.segment import Segment
@@ -110,13 +111,13 @@ class RankGroup:
         self.beat = beat or (lambda: None)
         self._sender = Sender(self._segment, self._look)
         self._ranks = list[RankProcess]()
-        self.link = RankLink(self._segment, 0, self._look)
+        self.link = GpuRankLink() if plan.engine.rank_gpus else RankLink(self._segment, 0, self._look)
         self._progress, self._progressed_s = [0], 0.0
         self._settled = list[tuple[int, messages.AdapterSettled]]()
         try:
             for number in range(1, self.size):
                 self._ranks.append(RankProcess(number, self._segment, self._on_end))
-            self._store = open_store(None, self.size) if config.disable_custom_all_reduce else None
+            self.store = open_store(None, self.size) if _wants_store(config, plan) else None
             for rank in self._ranks:
                 start = messages.StartRank(
                     rank=rank.number,
@@ -124,11 +125,12 @@ class RankGroup:
                     config=dataclasses.asdict(config),
                     plan=plan,
                     threads=threads_of(cores, self.size, rank.number),
-                    store_port=None if self._store is None else self._store.port,
+                    store_port=None if self.store is None else self.store.port,
                 )
                 rank.connection.send_bytes(messages.encode(start))
-            if self._store is not None:  # Waits until all ranks are there, which have been told to start by now.
-                self.link.use_gloo(self._store, self.timeout_s)
+            # Waits until all ranks are there, which have been told to start by now. Those of GPUs are joined later.
+            if self.store is not None and isinstance(self.link, RankLink):
+                self.link.use_gloo(self.store, self.timeout_s)
         except OSError as error:
             self.close()
             raise EngineDiedError(f"the ranks of this engine could not be started: {error}") from error
@@ -140,6 +142,13 @@ class RankGroup:
     def pids(self) -> list[int]:
         """Of the other ranks."""
         return [rank.process.pid for rank in self._ranks]
+
+    def tell_each(self, message: messages.JoinRanks) -> None:
+        """By their sockets: while they start."""
+        self.check()
+        with contextlib.suppress(OSError):  # Of one that has ended: what it said last is read next.
+            for rank in self._ranks:
+                rank.connection.send_bytes(messages.encode(message))
 
     def send_plan(self, plan: StepPlan) -> None:
         self._send(messages.STEP + messages.encode(plan))
@@ -172,8 +181,10 @@ class RankGroup:
 
     def _go_on(self) -> None:
         if not self.link.resumes:
+            assert self.link.collectives is not None
+            name = self.link.collectives.name
             raise EngineDiedError(
-                "a step was left in the middle, which ranks that are joined by gloo cannot go on from"
+                f"a step was left in the middle, which ranks that are joined by {name} cannot go on from"
             )
         self._segment.calm = self._segment.alarm.value
         for rank in self._ranks:
@@ -276,6 +287,7 @@ class RankGroup:
     def _on_end(self) -> None:
         if not self._ending:
             self._alarm()
+            self.link.give_up()
 
     def _alarm(self) -> None:
         self._segment.alarm.post(self._segment.alarm.value + 1)
@@ -296,6 +308,12 @@ class RankGroup:
             rank.connection.close()
         if not any(rank.watcher.is_alive() for rank in self._ranks):  # One that hangs in the system may still say so.
             self._segment.close()
+
+
+def _wants_store(config: EngineConfig, plan: Plan) -> bool:
+    """Whether ranks find one another by a port: for gloo, or for NCCL, which has no two ranks on one GPU."""
+    uuids = [gpu.uuid for gpu in plan.engine.rank_gpus]
+    return len(set(uuids)) == len(uuids) if uuids else config.disable_custom_all_reduce
 
 
 def _await_end(ranks: Sequence[RankProcess], timeout_s: float) -> None:

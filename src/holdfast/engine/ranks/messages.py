@@ -55,8 +55,34 @@ class ResizePool(msgspec.Struct, frozen=True, tag=True):
     blocks: int
 
 
+class Serve(msgspec.Struct, frozen=True, tag=True):
+    """Of GPUs: all is ready, and another rank may let this one wait for so long; 0: for ever."""
+
+    limit_s: float
+
+
 class Leave(msgspec.Struct, frozen=True, tag=True):
     """End, in order."""
+
+
+class RankOpened(msgspec.Struct, frozen=True, tag=True):
+    """Its GPU is open. By this handle others map its memory; empty: they cannot, and why."""
+
+    handle: bytes
+    against: str = ""
+
+
+class JoinRanks(msgspec.Struct, frozen=True, tag=True):
+    """To each rank on a GPU: the handles of all; none, and why."""
+
+    handles: list[bytes]
+    against: str = ""
+
+
+class RankJoined(msgspec.Struct, frozen=True, tag=True):
+    """It has mapped the memory of all others; or why not."""
+
+    against: str = ""
 
 
 class RankLoading(msgspec.Struct, frozen=True, tag=True):
@@ -76,6 +102,12 @@ class Measured(msgspec.Struct, frozen=True, tag=True):
     given_back_bytes: int
     peak_bytes: int
     """While it loaded."""
+    free_bytes: int = 0
+    """On its GPU."""
+    own_bytes: int = 0
+    """That it holds there, by the driver's count."""
+    kv_bytes: int = 0
+    """Of that, of KV pages so far."""
 
 
 class ScalesFound(msgspec.Struct, frozen=True, tag=True):
@@ -103,11 +135,14 @@ class RankFailed(msgspec.Struct, frozen=True, tag=True):
     failure: Failure
 
 
-Order = ProfileStep | FindScales | BackKV | ResizePool | Leave
-FromRank = RankLoading | RankLoaded | Measured | ScalesFound | Done | AdapterSettled | RankFailed
+Order = ProfileStep | FindScales | BackKV | ResizePool | Serve | Leave
+FromRank = (
+    RankOpened | RankJoined | RankLoading | RankLoaded | Measured | ScalesFound | Done | AdapterSettled | RankFailed
+)
 
 encode = msgspec.msgpack.Encoder().encode
 decode_start: Callable[[bytes], StartRank] = msgspec.msgpack.Decoder(StartRank).decode
+decode_join: Callable[[bytes], JoinRanks] = msgspec.msgpack.Decoder(JoinRanks).decode
 decode_plan: Callable[[bytes], StepPlan] = msgspec.msgpack.Decoder(StepPlan).decode
 decode_sampled: Callable[[bytes], Sampled] = msgspec.msgpack.Decoder(Sampled).decode
 decode_order: Callable[[bytes], Order] = msgspec.msgpack.Decoder(Order).decode

@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from holdfast.engine.core.loop import StepHandle
+from holdfast.engine.core.loop import StepHandle, StepRunner
 from holdfast.engine.ranks import messages
 from holdfast.engine.ranks.adapters import JoinedAdapters
 from holdfast.engine.ranks.group import RankGroup
-from holdfast.execution.runner import Runner
 from holdfast.records import StepPlan, StepResult, TokenMasks
 
 
 class RankedRunner:
-    def __init__(self, runner: Runner, group: RankGroup) -> None:
+    def __init__(self, runner: StepRunner, group: RankGroup) -> None:
         self._runner, self._group = runner, group
         self._under_way = deque[_UnderWay]()
         self._adapters = JoinedAdapters(group.size, group.settled_adapters)

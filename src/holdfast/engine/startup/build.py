@@ -181,6 +181,8 @@ def plan_model(
             processor=processor(),
             compiled_kernels=compiled_kernels() if kernels is None else kernels,
         )
+        if plan.engine.rank_gpus:
+            config = replace(config, kv_ram=0, kv_offloading_size=None, swap_space=None)
         own = replace(config, ram=ram_share(config))
         return with_kv_store(with_host_memory(plan, own, host, front_bytes), own, host, front_bytes)
     known, machine = compiled_kernels() if kernels is None else kernels, memory()
@@ -363,6 +365,8 @@ def _build_on_gpu(
     from holdfast.engine.core.pool_memory import breathe_in_vram
     from holdfast.engine.startup.build_gpu import build_gpu_runner, use_kv_tiers
 
+    if plan.engine.rank_gpus:
+        return _build_on_gpus(config, model, progress, plan, beat)
     first, loaded_from = plan, files_stamp(config, model.files)
     runner, plan, report, vram = build_gpu_runner(
         config,
@@ -389,6 +393,19 @@ def _build_on_gpu(
     )
     breathe_in_vram(core, config, plan, vram)
     return core, engine_info(config, model.files, model.spec, plan, runner, report)
+
+
+def _build_on_gpus(
+    config: EngineConfig, model: FoundModel, progress: Progress, plan: Plan, beat: Callable[[], None] | None
+) -> tuple[EngineCore, EngineInfo]:
+    """Of several ranks, each with a GPU."""
+    from holdfast.engine.core.loop import EngineCore
+    from holdfast.engine.ranks.gpu.together import build_gpu_ranks
+
+    built = build_gpu_ranks(config, model.files, model.spec, plan, progress, beat)
+    scheduler = _scheduler(config, built.plan, steps_ahead=1)
+    core = EngineCore(scheduler, built.runner, steps_ahead=1, vram=built.vram)
+    return core, engine_info(config, model.files, model.spec, built.plan, built.first.runner, built.report)
 
 
 def _balances(config: EngineConfig, plan: Plan) -> bool:

@@ -291,7 +291,7 @@ def _settle(
     }  # fmt: skip
     # A driver that tells processes apart counts them as nobody's.
     uncounted = 0 if memory.told_bytes() is None else tables
-    taken = _taken(plan, measured, captured.own_bytes + uncounted - runner.kv.nbytes)
+    taken = taken_terms(plan, measured, captured.own_bytes + uncounted - runner.kv.nbytes)
     planned = sum(size for name, size in plan.terms.items() if name != "kv_pool")
     # What was asked for by hand stays so.
     by_hand = plan.question.settings.offload.experts_by_hand
@@ -308,7 +308,7 @@ def _settle(
     plan = _back(plan, runner, arbiter)
     arbiter.pool_is_backed()
     measured["kv_pool"] = runner.kv.nbytes
-    return runner, plan, _report(plan, measured, loaded, memory.held(), below(plan)), arbiter
+    return runner, plan, report_of(plan, measured, loaded, memory.held(), below(plan)), arbiter
 
 
 def _load(
@@ -380,7 +380,7 @@ def _host_mlps(
     return hosts if hosts.candidates else None
 
 
-def _taken(plan: Plan, measured: Mapping[str, int], held: int) -> dict[str, int]:
+def taken_terms(plan: Plan, measured: Mapping[str, int], held: int) -> dict[str, int]:
     """By term, as the pool is sized by: with what no term accounts for, and what is still to come of graphs, and of
     kernels that the driver loads when they are first used. Those that the profile run has loaded are held already, and
     no term accounts for them: they are not reserved a second time. Graphs that are captured later are reserved whole:
@@ -413,7 +413,7 @@ def _back(plan: Plan, runner: GpuRunner, arbiter: VramArbiter) -> Plan:
     raise AssertionError("the last attempt returns or raises")
 
 
-def _report(
+def report_of(
     plan: Plan, measured: dict[str, int], loaded: GpuHeld, ready: GpuHeld, below: list[LowerTier]
 ) -> MemoryReport:
     return MemoryReport(

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from holdfast.config import EngineConfig
 from holdfast.config.offload import offload_request
+from holdfast.config.unsupported import UNPROVEN_RANKS
 from holdfast.errors import ConfigurationError
 from holdfast.footprint.gpu import LEAST_CAPABILITY
 from holdfast.hardware import processor
@@ -37,6 +38,8 @@ def settle_device(
             "dtype float16: on a CPU no compiled kernel computes in it; torch's are slower, and quantized weights may"
             " be expanded for them; leave dtype out"
         )
+    if settled.device == "cuda" and settled.tensor_parallel_size > 1:
+        log.warning("tensor_parallel_size %d: %s", settled.tensor_parallel_size, UNPROVEN_RANKS)
     if settled.device == "cuda" and settled.offload_backend == "uva" and not settled.cpu_offload_gb:
         log.warning(
             "offload_backend uva has no effect without --cpu-offload-gb: layers that do not fit on the GPU are streamed"

@@ -25,6 +25,7 @@ from holdfast.execution.gpu.layers.prefill_kernel import expands_whole
 from holdfast.execution.gpu.slots import DeviceSlots
 from holdfast.execution.kv_scales import KVScales
 from holdfast.execution.layers.rope import rotaries
+from holdfast.execution.parallel.gpu.share import GpuRankShare
 from holdfast.execution.streaming.device_layers import DeviceLayers
 from holdfast.execution.triton_kernels import layer as kernels
 from holdfast.execution.weights.decoder_weights import LayerWeights, Norm, Weights
@@ -77,9 +78,11 @@ class GpuDecoder:
         device: torch.device,
         adapters: GpuAdapters | None = None,
         beat: Callable[[], None] | None = None,
+        share: GpuRankShare | None = None,
     ) -> None:
-        """`beat`: called while the host waits for a layer that comes from a disk."""
-        self.spec, self._slots, self._beat = spec, slots, beat
+        """`beat`: called while the host waits for a layer that comes from a disk. `share`: of a model that several
+        ranks compute; spec, weights and layout are this rank's."""
+        self.spec, self._slots, self._beat, self._share = spec, slots, beat, share
         self._places = {
             layer: (group.index, place) for group in layout.groups for place, layer in enumerate(group.layers)
         }
@@ -87,7 +90,7 @@ class GpuDecoder:
         """How pages hold keys and values: of float8 pages alone anything but as they are. Captured with graphs."""
         tokens = limits.max_num_batched_tokens
         self._rotaries, self._rotary_of = rotaries(spec, device, weights, limits.max_model_len)
-        self._most_tokens, self._most_sampling = tokens, limits.max_num_seqs
+        self._most_tokens, self._most_sampling, self._alone = tokens, limits.max_num_seqs, False
         self._query, self._kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         # As the weights' own type has it: models were trained with the rounded number.
         self._embedding_scale = float(torch.tensor(spec.decoder.embedding_scale, dtype=weights.dtype))
@@ -100,7 +103,7 @@ class GpuDecoder:
         self._qkv = buffer(tokens, self._query + 2 * self._kv)
         self._attended = buffer(tokens, self._query)
         inner = MlpBuffers(buffer(tokens, 2 * mlp_width(spec)), buffer(tokens, mlp_width(spec)))
-        self._branch = buffer(tokens, spec.hidden_size) if sums_apart(spec) else None
+        self._branch = buffer(tokens, spec.hidden_size) if sums_apart(spec) or share is not None else None
         self._angles = [
             torch.empty((tokens, 2 * len(rotary.frequencies)), dtype=torch.float32, device=device)
             for rotary in self._rotaries
@@ -159,7 +162,9 @@ class GpuDecoder:
             if len(rotary.frequencies):
                 kernels.fill_cos_sin(rows.positions, rotary.frequencies, rotary.magnitude, angles[:count])
         of_file = None if self.streamed is None else self.streamed.embedding_rows
-        if of_file is None:
+        if self._share is not None:
+            self._share.embed(self._embed, self._slots.tokens, rows.slots, rows.positions, stream[:count])
+        elif of_file is None:
             self._embed.embed(self._slots.tokens, rows.slots, rows.positions, stream[:count])
         else:
             of_file.embed(self._slots.tokens, rows.slots, rows.positions, stream[:count], self._beat)
@@ -270,6 +275,11 @@ class GpuDecoder:
 
     def _add_branch(self, norm: Norm | None, branch: torch.Tensor, stream: torch.Tensor) -> None:
         decoder = self.spec.decoder
+        if self._share is not None and not self._alone:
+            if norm is None and decoder.residual_scale == 1.0:
+                self._share.collectives.add_reduced(branch, stream)
+                return
+            self._share.collectives.all_reduce(branch)
         if norm is not None and decoder.norm == "layer":
             branch, norm = self._norm(norm, branch, self._normed[: len(branch)]), None
         weight = None if norm is None else norm.weight
@@ -296,13 +306,28 @@ class GpuDecoder:
 
     def _score(self, chosen: torch.Tensor, out: torch.Tensor) -> None:
         normed, decoder = self._sampling_normed[: len(chosen)], self.spec.decoder
-        self._write_normed(self._head, self._final_norm, chosen, normed, out)
+        if self._share is None:
+            self._write_normed(self._head, self._final_norm, chosen, normed, out)
+        else:
+            part = self._share.own_logits(len(chosen))
+            self._write_normed(self._head, self._final_norm, chosen, normed, part)
+            if not self._alone:
+                self._share.gather_logits(part, out)
+            if not self._share.samples:
+                return
         if decoder.logits_scale != 1.0 or decoder.logits_softcap:
             kernels.scale_and_cap(out, decoder.logits_scale, decoder.logits_softcap)
 
     def load_products(self, logits: torch.Tensor) -> None:
         """Multiplies once in every size that a step may be padded to, so that the code of all products is loaded.
-        Layers whose matrices are kept alike have the same products."""
+        Layers whose matrices are kept alike have the same products. Each rank by itself: another's may be others."""
+        self._alone = True
+        try:
+            self._load_products(logits)
+        finally:
+            self._alone = False
+
+    def _load_products(self, logits: torch.Tensor) -> None:
         alike = {layer.kind: layer for layer in self._layers}
         for size in padded_sizes(self._most_tokens):
             stream = self._stream[:size]

@@ -33,7 +33,12 @@ class DecodeGraphs:
         run: Callable[[int, Work, bool], None],
         device: torch.device,
         around: Callable[[int], AbstractContextManager[None]] | None = None,
+        *,
+        shared: bool = False,
     ) -> None:
+        """`shared`: with other ranks, whose graphs are captured when theirs are: a step is launched once, because each
+        launch waits for one of theirs."""
+        self._shared = shared
         self._most, self._run, self._device = most, run, device
         self._around = around or (lambda rows: contextlib.nullcontext())
         self._graphs: dict[tuple[int, Work, bool], torch.cuda.CUDAGraph] = {}
@@ -95,9 +100,10 @@ class DecodeGraphs:
                 raise
             graph.capture_end()
         # The first launch may need memory too: it is made where the step is done already, and does the same again.
-        with self._around(size):
-            graph.replay()
-        torch.cuda.synchronize(self._device)
+        if not self._shared:
+            with self._around(size):
+                graph.replay()
+            torch.cuda.synchronize(self._device)
         self._pool = self._pool or graph.pool()
         return graph
 

@@ -10,8 +10,6 @@ Steps of single tokens are graphs; others are launched kernel by kernel. Decides
 from __future__ import annotations
 
 import gc
-import logging
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -24,18 +22,21 @@ from holdfast.execution.batch import RunnerLimits, SlotBuffers
 from holdfast.execution.gpu.batch_sizes import padded, padded_sizes
 from holdfast.execution.gpu.decoder import GpuDecoder
 from holdfast.execution.gpu.graphs import DecodeGraphs
-from holdfast.execution.gpu.launched_step import GpuStep, Launched, Sampled, Told, in_order, no_memory
+from holdfast.execution.gpu.launched_step import GpuStep, Launched, Sampled, Told, in_order
 from holdfast.execution.gpu.layers.lora import GpuAdapters
 from holdfast.execution.gpu.memory.kv_range import KVRange
 from holdfast.execution.gpu.memory.movable_weights import MovableWeights
 from holdfast.execution.gpu.memory.oom import give_back_cached, is_shortage
 from holdfast.execution.gpu.sampling import DeviceSampler, FoundScores, Work
 from holdfast.execution.gpu.slots import DeviceSlots
-from holdfast.execution.gpu.step import BatchBuilder, DeviceStep, halves, is_decode
+from holdfast.execution.gpu.split_step import run_in_parts
+from holdfast.execution.gpu.step import BatchBuilder, DeviceStep, is_decode
 from holdfast.execution.kv_pool import LARGEST
 from holdfast.execution.kv_scales import Calibration, KVScales
 from holdfast.execution.layers.pooling import vectors
 from holdfast.execution.lora.slots import LoraLimits
+from holdfast.execution.parallel.gpu.following_sampler import FollowingSampler
+from holdfast.execution.parallel.gpu.share import GpuRankShare
 from holdfast.execution.profile_run import heaviest_plan
 from holdfast.execution.tiers.gpu import GpuPageCopies
 from holdfast.execution.triton_kernels.tiles import prefill_tile_tokens
@@ -49,14 +50,10 @@ from holdfast.records import (
     ExpertUse,
     LinkUse,
     Row,
-    StepFailure,
     StepPlan,
     StepResult,
-    TokenLogprobs,
     TokenMasks,
 )
-
-log = logging.getLogger("holdfast")
 
 STEPS_AHEAD = 1
 
@@ -74,7 +71,11 @@ class GpuRunner(MovableWeights):
         graphs: bool = True,
         lora: LoraLimits | None = None,
         beat: Callable[[], None] | None = None,
+        share: GpuRankShare | None = None,
     ) -> None:
+        """`share`: of a model that several ranks compute; spec, weights and layout are this rank's. Only the first
+        samples."""
+        self._share = share
         self.spec, self.layout, self.limits, self.device = spec, layout, limits, device
         self.kv_dtype = kv_dtype or weights.dtype
         super().__init__(weights)
@@ -87,13 +88,16 @@ class GpuRunner(MovableWeights):
         self._forms = BatchBuilder(limits, device, tile_tokens, layout.block_tokens)
         self._adapters = None if lora is None else GpuAdapters(spec, lora, limits, weights.dtype, device)
         self._decoder: GpuDecoder | None = GpuDecoder(
-            spec, weights, layout, limits, self._slots, device, self._adapters, beat
+            spec, weights, layout, limits, self._slots, device, self._adapters, beat, share
         )
-        rows = limits.max_num_seqs
-        self._logits = torch.empty((rows, spec.vocab_size), dtype=weights.dtype, device=device)
-        self._sampler = DeviceSampler(
-            self._slots, rows, sampling_lanes(rows), limits.max_num_batched_tokens, spec.vocab_size, device
-        )
+        rows, vocab = limits.max_num_seqs, spec.vocab_size if self._samples else 0
+        self._logits = torch.empty((rows, vocab), dtype=weights.dtype, device=device)
+        self._sampler: DeviceSampler | FollowingSampler
+        if self._samples:
+            lanes, tokens = sampling_lanes(rows), limits.max_num_batched_tokens
+            self._sampler = DeviceSampler(self._slots, rows, lanes, tokens, vocab, device)
+        else:
+            self._sampler = FollowingSampler(rows, device)
         pin = device.type == "cuda"
         self._sampled = [
             torch.empty(rows, dtype=torch.int32, device="cpu", pin_memory=pin) for _ in range(STEPS_AHEAD + 2)
@@ -111,7 +115,12 @@ class GpuRunner(MovableWeights):
         self._most_captured = max((size for size in padded_sizes(rows) if padded(size, most) <= few), default=0)
         graphs = graphs and self._decoder.streamed is None
         around = None if experts is None else self._decoder.step
-        self._graphs = DecodeGraphs(rows, self._run_decode, device, around) if graphs and pin else None
+        shared = share is not None
+        self._graphs = DecodeGraphs(rows, self._run_decode, device, around, shared=shared) if graphs and pin else None
+
+    @property
+    def _samples(self) -> bool:
+        return self._share is None or self._share.samples
 
     @property
     def buffers_bytes(self) -> int:
@@ -120,7 +129,7 @@ class GpuRunner(MovableWeights):
     @property
     def logits_bytes(self) -> int:
         """With what sampling holds beside them."""
-        return self._logits.nbytes + self._sampler.nbytes
+        return self._logits.nbytes + self._sampler.nbytes + (0 if self._share is None else self._share.nbytes)
 
     @property
     def adapters_bytes(self) -> int:
@@ -255,6 +264,9 @@ class GpuRunner(MovableWeights):
 
     def _enter(self, plan: StepPlan) -> list[AdapterArrival]:
         """Adapters that are there now."""
+        if not self._samples:  # Which of its tokens count, the first rank has settled; and its plans are right.
+            for row in plan.rows:
+                self._books.known[row.slot] = row.start + row.count
         self._books.apply(plan, self.kv.blocks, () if self._page_copies is None else self._page_copies.tiers)
         if moved := [copy for copy in plan.copies if copy.before_step]:
             self._slots.move_pages(self.kv.pages, moved)
@@ -274,59 +286,19 @@ class GpuRunner(MovableWeights):
             embeddings = in_order(plan.rows, launched.embeddings) if launched is not None else []
             return GpuStep(self.read, plan, launched=launched, embeddings=embeddings)
         except RuntimeError as error:
-            if not is_shortage(error):
+            # Of several ranks each would have its own parts.
+            if not is_shortage(error) or self._share is not None:
                 raise
         return self._run_in_parts(plan, place, masks)
 
     def _run_in_parts(self, plan: StepPlan, place: int, masks: TokenMasks | None) -> GpuStep:
-        """A step that did not find the memory it needed, once more and then in smaller ones. What it may have written
-        already is written again: the same keys and values, and the same tokens. In the order of the rows, because one
-        may read from the prefix cache what another before it writes. What torch keeps for itself is given back only
-        when the smallest part fails: somebody else may be faster to take it. A row that fails even then is left out."""
-        log.warning("out of GPU memory in a step of %d tokens: the step is split", plan.token_count)
-        entered, given_back, failures = False, False, dict[int, StepFailure]()
-        parts, found = deque([list(plan.rows)]), dict[int, tuple[int, TokenLogprobs | None]]()
-        scores: dict[int, list[TokenLogprobs]] = {row.slot: [] for row in plan.rows if row.scored}
-        embedded, late = dict[int, bytes](), list[int]()
-        while parts:
-            part = [row for row in parts.popleft() if row.slot not in failures]
-            if not part:
-                continue
-            try:
-                if not entered:
-                    self._slots.apply(plan)
-                    entered = True
-                launched = self._launch(part, place, masks)
-                sampled, told = self.read(launched)
-                embedded |= launched.embeddings
-                late += launched.late
-            except RuntimeError as error:
-                if not is_shortage(error):
-                    raise
-                smaller, said = halves(part), str(error).splitlines()[0]
-            else:
-                found.update(zip([row.slot for row in part if row.samples], sampled, strict=True))
-                for row, entries in zip([row for row in part if row.scored], told, strict=True):
-                    scores[row.slot] += entries
-                continue
-            if not smaller and given_back:
-                failures[part[0].slot] = no_memory(part[0], said)
-                continue
-            if not smaller:
-                give_back_cached(self.device)
-                given_back = True
-            parts.extendleft(reversed(smaller or [part]))
-        sampled = [found.get(row.slot, (0, None)) for row in plan.rows if row.samples]
-        told = [[] if slot in failures else entries for slot, entries in scores.items()]
-        embeddings = in_order(plan.rows, embedded)
-        return GpuStep(
-            self.read,
+        """A step that did not find the memory it needed, once more and then in smaller ones."""
+        return run_in_parts(
             plan,
-            sampled=sampled,
-            told=told,
-            embeddings=embeddings,
-            failures=list(failures.values()),
-            late=late,
+            enter=lambda: self._slots.apply(plan),
+            launch=lambda part: self._launch(part, place, masks),
+            read=self.read,
+            give_back=lambda: give_back_cached(self.device),
         )
 
     def _launch(self, rows: Sequence[Row], place: int, masks: TokenMasks | None = None) -> Launched:
@@ -359,6 +331,7 @@ class GpuRunner(MovableWeights):
         arrived = self._arrived[place]
         if arrived is not None and (slots or scores is not None):
             arrived.record()
+        embeds = embeds and self._samples
         embeddings = self._embed(step, stream, slots) if stream is not None and embeds else {}
         return Launched(step, place, found, scores, embeddings, late)
 
@@ -369,7 +342,9 @@ class GpuRunner(MovableWeights):
         found = vectors(states, wanted, self.decoder.classifier)
         return {slot: vector for slot, vector in zip(slots, found, strict=True) if vector}
 
-    def _score(self, step: DeviceStep, at: torch.Tensor, stream: torch.Tensor, rows: Sequence[Row]) -> FoundScores:
+    def _score(
+        self, step: DeviceStep, at: torch.Tensor, stream: torch.Tensor, rows: Sequence[Row]
+    ) -> FoundScores | None:
         """Of tokens of prompts, in turns of as many as may sample. Overwrites the logits of the step."""
         slots, most = [row.slot for row in rows], len(self._logits)
         width = self._slots.tokens.shape[1]
@@ -393,16 +368,20 @@ class GpuRunner(MovableWeights):
             logits = self._logits[:sampling]
             self.decoder.logits(stream, step.sampling, logits if step.sampling is None else self._logits)
             if work is not Work.FORWARD:
-                slots, lengths = step.sampling_slots[:sampling], step.sampling_lengths[:sampling]
-                self._sampler.sample(logits, slots, lengths, work)
+                self._sample(step, sampling, work)
         return stream
+
+    def _sample(self, step: DeviceStep, sampling: int, work: Work) -> None:
+        slots, lengths = step.sampling_slots[:sampling], step.sampling_lengths[:sampling]
+        self._sampler.sample(self._logits[:sampling], slots, lengths, work)
+        if self._share is not None:
+            self._share.spread_tokens(self._sampler.sampled[:sampling], slots, lengths, self._slots.tokens)
 
     def _choose(self, step: DeviceStep, sampling: int, present: list[int], masks: TokenMasks | None) -> list[int]:
         """The tokens of a step whose decoder was launched: now is when the masks of its rows are waited for. Returns
         the slots of those that are late."""
         late = self._sampler.mask(present, masks, self._busy())
-        slots, lengths = step.sampling_slots[:sampling], step.sampling_lengths[:sampling]
-        self._sampler.sample(self._logits[:sampling], slots, lengths, Work.ADJUST)
+        self._sample(step, sampling, Work.ADJUST)
         return late
 
     def _busy(self) -> Callable[[], bool]:
@@ -421,11 +400,20 @@ class GpuRunner(MovableWeights):
         beside = self.decoder.experts or self.decoder.host_mlps
         if beside is not None:
             beside.check()
+        if self._share is not None:
+            self._share.collectives.check()
         tokens = self._sampled[launched.place][: len(order)].tolist()
         told = [None] * len(order) if launched.logprobs is None else launched.logprobs.of(tokens)
         placed = sorted(zip(order, tokens, told, strict=True), key=lambda one: one[0])
         scores = [] if launched.scores is None else launched.scores.told()
         return [(token, logprobs) for _, token, logprobs in placed], scores
+
+    def check(self) -> None:
+        """Raises what has failed on the device so far; waits for nothing."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).query()
+        if self._share is not None:
+            self._share.collectives.check()
 
     def profile_run(self) -> None:
         """The heaviest step the limits allow, for real and whole; then products and single tokens of every size: what
@@ -472,6 +460,8 @@ class GpuRunner(MovableWeights):
             with self._here():
                 self._forms.decode([], size)
                 self._graphs.replay(size, Work.DRAW)
+                if self._share is not None:  # The first launch of a graph may need memory: as a step of all ranks.
+                    self._graphs.replay(size, Work.DRAW)
 
     def close(self) -> None:
         """Gives everything back; the runner cannot be used afterwards."""

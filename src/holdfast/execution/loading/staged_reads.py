@@ -48,7 +48,8 @@ def expected_names(spec: ModelSpec, stored: Mapping[str, StoredTensor]) -> list[
         return tensor.layer, IN_ORDER.get(tensor.name.rpartition(".")[2], -1), at
 
     known = [(at, one) for at, one in enumerate(spec.tensors) if one.name in stored and not one.experts]
-    found = [stored[tensor.name] for _, tensor in sorted(known, key=lambda one: turn(*one))]
+    read_whole = [(at, one) for at, one in known if one.piece is None or stored[one.name].packed is not None]
+    found = [stored[tensor.name] for _, tensor in sorted(read_whole, key=lambda one: turn(*one))]
     return [part.name for one in found for part in ([one] if one.packed is None else one.packed.parts.values())]
 
 

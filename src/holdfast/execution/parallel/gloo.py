@@ -16,6 +16,7 @@ from holdfast.errors import EngineError
 TIMEOUT_S = 60.0
 """To find one another."""
 LONGEST_S = 86_400.0
+Store = torch.distributed.Store
 
 
 def open_store(port: int | None, size: int) -> torch.distributed.TCPStore:

@@ -74,7 +74,8 @@ def fill_piece(target: torch.Tensor, tensor: TensorSpec, fill: Callable[[torch.T
     if piece is None:
         fill(target)
         return
-    whole = torch.empty(piece.whole if target.dim() == len(piece.whole) else piece.whole[1:], dtype=target.dtype)
+    shape = piece.whole if target.dim() == len(piece.whole) else piece.whole[1:]
+    whole = torch.empty(shape, dtype=target.dtype, device=target.device)
     fill(whole)
     axis = piece.axis - len(piece.whole) + target.dim()
     torch.cat([whole.narrow(axis, first, last - first) for first, last in piece.ranges], axis, out=target)

@@ -34,6 +34,9 @@ class RankLink:
             own = torch.distributed.PrefixStore(f"stage{self.stage_index}", store)
             self.collectives, self._shared = GlooCollectives(own, self.place, size, timeout_s), None
 
+    def give_up(self) -> None:
+        """When another rank has ended. Nothing to do: all waiting here ends with the alarm."""
+
     @property
     def resumes(self) -> bool:
         """Whether a step that was left in the middle can be followed by another."""

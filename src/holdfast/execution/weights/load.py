@@ -419,7 +419,9 @@ class Loader:
 
     def raw(self, name: str) -> torch.Tensor:
         """The stored bytes of a matrix, or this rank's, on the device."""
-        return self.bring(self.stored[name].name) if self.tensors[name].piece is None else self.read(name)
+        if self.tensors[name].piece is not None:
+            return self.read(name).to(self.device)
+        return self.bring(self.stored[name].name)
 
     def read(self, name: str) -> torch.Tensor:
         assert self.checkpoint is not None
@@ -458,7 +460,8 @@ class Loader:
 
     def fill_plain(self, target: torch.Tensor, tensor: TensorSpec) -> None:
         stored, order, staged = self.stored[tensor.name], self.row_order(tensor), self.staged
-        if staged is None or order is not None or stored.layout not in PLAIN_TYPES or not staged.foreseen(stored.name):
+        whole = order is None and tensor.piece is None and stored.layout in PLAIN_TYPES
+        if staged is None or not whole or not staged.foreseen(stored.name):
             expand_into(target, self.read(tensor.name), stored, order)
         else:
             staged.fill(stored.name, PLAIN_TYPES[stored.layout], target.view(-1))

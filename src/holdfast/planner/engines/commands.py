@@ -13,6 +13,7 @@ from dataclasses import replace
 from holdfast.config.engine import CPU_STEP_TOKENS, GPU_STEP_TOKENS, REFUSED, EngineConfig
 from holdfast.config.offload import MOST_LAYERS
 from holdfast.config.setting import Origin, build
+from holdfast.config.unsupported import check_gpu_ranks
 from holdfast.engine_profiles.profile import profile, spelled_release
 from holdfast.errors import ConfigurationError
 from holdfast.footprint.streamed import AHEAD
@@ -159,19 +160,19 @@ def _offload_settings(fit: Plan) -> dict[str, object]:
 def _holdfast_problems(fit: Plan, settings: Mapping[str, object]) -> list[str]:
     """Why this version of Holdfast would refuse it, as it says so itself."""
     spec, problems = fit.question.model.spec, []
-    ranks = {"tensor_parallel_size": fit.tensor_parallel, "pipeline_parallel_size": fit.pipeline_parallel}
-    device = {"device": "cuda", **ranks} if fit.question.machine.kind == "gpu" else {}
-    for values in ({**settings}, device):
-        try:
-            build(EngineConfig, {name: str(value) for name, value in values.items()}, refused=REFUSED, origin=_spelled)
-        except ConfigurationError as error:
-            problems.append(f"Holdfast does not support this yet: {error.message}")
+    on_gpu = fit.question.machine.kind == "gpu"
+    try:
+        build(EngineConfig, {name: str(value) for name, value in settings.items()}, refused=REFUSED, origin=_spelled)
+        if on_gpu:  # Whatever the environment here allows: a command is run elsewhere too.
+            check_gpu_ranks(fit.tensor_parallel, fit.pipeline_parallel, environment={})
+    except ConfigurationError as error:
+        problems.append(f"Holdfast does not support this yet: {error.message}")
     if fit.question.settings.expert_parallel and fit.question.settings.data_parallel > 1:
         problems.append("Holdfast does not divide experts over engines yet: each of -dp has the whole model")
     lacking = lacks_engine("holdfast", [rank.device.gpu for rank in fit.ranks])
     if lacking is not None:
         problems.append(lacking)
-    if fit.question.machine.kind == "gpu" and fit.kv_dtype != fit.dtype and not is_fp8(fit.kv_dtype):
+    if on_gpu and fit.kv_dtype != fit.dtype and not is_fp8(fit.kv_dtype):
         problems.append(f"on a GPU Holdfast stores KV in dtype, {fit.dtype}, or in fp8: not in {fit.kv_dtype}")
     if not spec.runnable:
         problems.append(f"Holdfast cannot run this model yet: it lacks {', '.join(spec.unsupported)}")

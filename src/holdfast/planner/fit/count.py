@@ -39,6 +39,7 @@ from holdfast.planner.sizing.draft_cost import draft_token_bytes, draft_weights
 from holdfast.planner.sizing.dtype import compute_dtype, kv_dtype
 from holdfast.planner.sizing.engine_weights import engine_weights
 from holdfast.planner.sizing.kv_cost import KVCost, kv_cost, layout_cost
+from holdfast.planner.sizing.rank_shares import gpu_rank_shares
 from holdfast.planner.sizing.sharded_weights import (
     AS_STORED,
     Weight,
@@ -180,7 +181,8 @@ def _share(
 
 
 def _engine_share(question: Question, device: Device, limits: Limits, held: int) -> _Share:
-    """Of this engine on one GPU; `held`: of all weights."""
+    """Of this engine on one GPU, or of the rank that holds most where several ranks have one each. `held`: of all
+    weights."""
     model, settings, spec = question.model, question.settings, question.model.spec
     dtype, streamed, places = compute_dtype(question, 1), streamed_on_gpu(question), experts_on_gpu(question)
     slots: tuple[Term, ...] = ()
@@ -192,9 +194,14 @@ def _engine_share(question: Question, device: Device, limits: Limits, held: int)
         held -= sum(places.waiting_bytes)
         tables = Term("page_tables", page_tables_bytes(places.pinned_bytes))
         slots = (Term("expert_slots", places.slots_bytes + places.tables_bytes), tables)
-    layout = cpu.kv_layout(spec, block_tokens=settings.block_tokens, kv_dtype=kv_dtype(question, 1))
     weights, largest = engine_weights(Same(model)), _largest_quantized(Same(model))
     capability = None if device.gpu is None else device.gpu.compute_capability
+    ranked: tuple[Term, ...] = ()
+    if settings.ranks > 1 and weights is not None:
+        shares = gpu_rank_shares(Same(weights), settings.ranks, dtype=dtype)
+        held = max(shares.rank_weights(dtype=dtype))
+        spec, ranked = shares.weights[0].spec, shares.gpu_terms(limits, dtype=dtype)  # The first has most.
+    layout = cpu.kv_layout(spec, block_tokens=settings.block_tokens, kv_dtype=kv_dtype(question, 1))
     found = byte_terms.engine_gpu_terms(
         spec,
         limits,
@@ -210,7 +217,7 @@ def _engine_share(question: Question, device: Device, limits: Limits, held: int)
         experts_apart=places is not None,
     )
     cost = layout_cost(layout, limits.max_num_batched_tokens)
-    return tuple(found), cost, byte_terms.engine_gpu_loading(held, slots, largest)
+    return (*found, *ranked), cost, byte_terms.engine_gpu_loading(held, slots, largest)
 
 
 def _with_draft(
@@ -359,7 +366,7 @@ def stored_bytes(question: Question, tensor_parallel: int, stage: int) -> int:
 def cannot_hold_weights(question: Question) -> bool:
     """All GPUs together have less than the weights take, whatever the split: nothing else needs to be counted."""
     devices, utilization = question.machine.devices, question.utilization
-    if question.machine.kind != "gpu":
+    if question.machine.kind != "gpu" or question.settings.ranks > 1:
         return False
     settings = question.settings
     together = settings.data_parallel if settings.expert_parallel else 1  # Replicas divide experts among them.

@@ -124,6 +124,9 @@ class EngineChoices:
     """Less was given than the model allows or than is usual, for want of memory."""
     gpu: GpuChoice | None = None
     """None: it runs on the CPU."""
+    rank_gpus: tuple[GpuChoice, ...] = ()
+    """Of each rank, where there are several; `gpu` is then the first one's. `layout` is of the rank with most KV heads
+    then, as are terms and budget: each rank has a pool of its own."""
     kv_ram_bytes: int = 0
     """Beside a GPU: pinned RAM for KV pages that leave it."""
     shards: tuple[Shard, ...] = ()

@@ -1,5 +1,5 @@
-"""The plan that a server on one GPU starts with: which GPU, and limits that fit on it. Same arithmetic as
-`holdfast plan`.
+"""The plan that a server on GPUs starts with: which GPU, and limits that fit on it; of several ranks, on that of each.
+Same arithmetic as `holdfast plan`.
 
 No torch and no CUDA context: free memory comes from the driver library. `settle_pool` corrects it after loading.
 """
@@ -34,11 +34,14 @@ from holdfast.planner.models.requested import requested
 from holdfast.planner.serve import refusals
 from holdfast.planner.serve.cpu_plan import planned_model, without_tensors
 from holdfast.planner.serve.engines import ram_share
+from holdfast.planner.serve.gpu_ranks import gpus_of_ranks, rank_decision, tightest
 from holdfast.planner.serve.offload import alternative, host_share, with_offload
+from holdfast.planner.serve.ranks import refuse_with_ranks
 from holdfast.planner.serve.settle import longest_context
 from holdfast.planner.sizing.default_limits import check_step
 from holdfast.planner.sizing.dtype import check_type, is_fp8
 from holdfast.planner.sizing.engine_weights import EngineWeights, engine_weights
+from holdfast.planner.sizing.rank_shares import gpu_rank_shares
 from holdfast.units import MIB, counted, format_bytes
 
 TOO_OLD, NOT_THERE, MIXED_KV, OF_A_CPU, TOO_WIDE = "HF122", "HF121", "HF126", "HF127", "HF128"
@@ -96,7 +99,10 @@ def make_gpu_plan(
     that layers may wait in which the GPU does not hold, less `front_bytes` of the process in front of the engine's;
     None: none. `processor`: of the host (None: this one), which may compute what waits there where it has
     `compiled_kernels`."""
-    model_made = planned_model(spec, stored, name)
+    refuse_with_ranks(config, spec, stored, compiled_kernels=compiled_kernels)
+    model_made, ranks = planned_model(spec, stored, name), config.tensor_parallel_size
+    if ranks > 1:
+        gpus, host = gpus_of_ranks(gpus, ranks), None
 
     def attempt(tried: EngineConfig) -> Plan:
         wanted = requested(tried.asked_quantization, spec.quantization, gguf=gguf, name=name)
@@ -109,8 +115,9 @@ def make_gpu_plan(
             found = with_offload(found, tried, share)
         if not found.fits:
             raise _refusal(found)
-        chosen, decision = choose_gpu(gpus)
-        return without_tensors(_with_pool(found, tried, chosen, decision))
+        chosen, decision = (gpus[0], _ranks_decision(gpus, tried)) if ranks > 1 else choose_gpu(gpus)
+        found = _with_pool(found, tried, chosen, decision)
+        return without_tensors(_with_ranks(found, ranks, gpus) if ranks > 1 else found)
 
     try:
         found = attempt(config)
@@ -136,8 +143,12 @@ def _gpu_plan(
     check_type(config.dtype, spec)
     _check_kernels(spec, config)
     chosen, _ = choose_gpu(gpus)
+    device = measured_device(0, chosen)
+    if config.tensor_parallel_size > 1:
+        rank, device = tightest(gpus, config.gpu_memory_utilization)
+        chosen = replace(gpus[rank], free_bytes=device.free_bytes)
     _check_layouts(model, chosen)
-    device = replace(measured_device(0, chosen), budget_bytes=config.vram, limited_by=f"GPU {chosen.index}")
+    device = replace(device, budget_bytes=config.vram, limited_by=f"GPU {chosen.index}")
     if config.vram is not None and config.vram > chosen.free_bytes:
         raise refusals.PlanRefusal(
             f"a budget of {format_bytes(config.vram)} was requested, but less is free on {chosen.name}",
@@ -155,6 +166,7 @@ def _gpu_plan(
             graphs=not config.enforce_eager,
             max_loras=config.lora_places,
             max_lora_rank=config.lora_rank,
+            ranks=config.tensor_parallel_size,
             front_bytes=front_bytes,
         ),
         decisions=decisions,
@@ -214,7 +226,12 @@ def _check_layouts(model: PlannedModel, gpu: NvidiaGpu) -> None:
 
 def _with_pool(found: Plan, config: EngineConfig, chosen: NvidiaGpu, decision: Decision) -> Plan:
     rank, limits, spec = found.ranks[0], found.limits, found.question.model.spec
-    layout = kv_layout(spec, block_tokens=config.block_size, kv_dtype=found.kv_dtype)
+    weights = engine_weights(Same(found.question.model))
+    assert weights is not None, "a server plans what it has matched"
+    own = spec
+    if config.tensor_parallel_size > 1:  # Of the rank with most KV heads.
+        own = gpu_rank_shares(Same(weights), config.tensor_parallel_size, dtype=found.dtype).weights[0].spec
+    layout = kv_layout(own, block_tokens=config.block_size, kv_dtype=found.kv_dtype)
     page, pool_bytes = layout.page_bytes, config.kv_cache_memory_bytes
     blocks = rank.pool_bytes // page
     if pool_bytes is not None and pool_bytes // page > blocks:
@@ -237,8 +254,6 @@ def _with_pool(found: Plan, config: EngineConfig, chosen: NvidiaGpu, decision: D
         *found.decisions,
         Pool(blocks, "what is left of the budget", "planner").decision(page),
     ]
-    weights = engine_weights(Same(found.question.model))
-    assert weights is not None, "a server plans what it has matched"
     decisions += _weights_decisions(weights, found, chosen)
     plan = replace(
         found,
@@ -257,6 +272,32 @@ def _with_pool(found: Plan, config: EngineConfig, chosen: NvidiaGpu, decision: D
         ),
     )
     return plan if pool_bytes is None else _within_pool(plan)
+
+
+def _ranks_decision(gpus: Sequence[NvidiaGpu], config: EngineConfig) -> Decision:
+    rank, _ = tightest(gpus, config.gpu_memory_utilization)
+    return rank_decision(gpus, rank)
+
+
+def _with_ranks(found: Plan, ranks: int, gpus: Sequence[NvidiaGpu]) -> Plan:
+    """What each of several ranks has of the model, and on which GPU."""
+    weights = engine_weights(Same(found.question.model))
+    assert weights is not None, "a server plans what it has matched"
+    shares = gpu_rank_shares(Same(weights), ranks, dtype=found.dtype)
+    held = shares.rank_weights(dtype=found.dtype)
+    choices = (GpuChoice(index=gpu.index, uuid=gpu.uuid, name=gpu.name) for gpu in gpus)
+    return replace(
+        found,
+        tensor_parallel=ranks,
+        decisions=(*found.decisions, *shares.decisions(held)),
+        own=replace(
+            found.engine,
+            shards=shares.shards,
+            rank_weights=held,
+            slot_bytes=shares.gpu_slot_bytes(found.limits, dtype=found.dtype),
+            rank_gpus=tuple(choices),
+        ),
+    )
 
 
 def _weights_decisions(weights: EngineWeights, found: Plan, chosen: NvidiaGpu) -> Iterator[Decision]:

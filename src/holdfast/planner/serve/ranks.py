@@ -9,11 +9,12 @@ from collections.abc import Iterator, Mapping
 
 from holdfast.checkpoints import StoredTensor
 from holdfast.config import EngineConfig
+from holdfast.config.offload import offload_request
 from holdfast.config.quantization import MADE_WHILE_LOADING
+from holdfast.config.unsupported import NOT_WITH_RANKS
 from holdfast.errors import ConfigurationError
 from holdfast.models import ModelSpec, QuantSpec
 
-NOT_WITH_RANKS = "HF138"
 ONE_RANK = "leave --tensor-parallel-size and --pipeline-parallel-size out"
 
 
@@ -27,6 +28,7 @@ def refuse_with_ranks(
         return
     for field, what, fix in (
         *_of_settings(config, spec.quantization),
+        *(_of_gpus(config, spec, stored) if config.device == "cuda" else ()),
         *(_of_divided_layers(spec, stored) if config.tensor_parallel_size > 1 else ()),
         *_of_model(spec),
         *_of_machine(config, compiled_kernels),
@@ -62,6 +64,31 @@ def _of_settings(config: EngineConfig, quantization: QuantSpec | None) -> Iterat
         yield "quantization", reason, f"leave --quantization out, or {ONE_RANK}"
 
 
+def _of_gpus(config: EngineConfig, spec: ModelSpec, stored: Mapping[str, StoredTensor] | None) -> Iterator[_Reason]:
+    if config.enable_lora:
+        reason = "LoRA adapters are not divided among ranks on GPUs yet"
+        yield "enable_lora", reason, f"leave --enable-lora out, or {ONE_RANK}"
+    if any(one.packed.packing.inputs != "plain" for one in (stored or {}).values() if one.packed is not None):
+        reason = "products of these weights round their inputs, which ranks on GPUs would do each by its own part"
+        yield "tensor_parallel_size", reason, ONE_RANK
+    if config.data_parallel_size > 1:
+        reason = "ranks on GPUs are of one engine so far"
+        yield "data_parallel_size", reason, f"leave --data-parallel-size out, or {ONE_RANK}"
+    reason = "scales of a KV cache in FP8{} are not found by ranks on GPUs yet"
+    if config.kv_cache_dtype.startswith("fp8"):
+        yield "kv_cache_dtype", reason.format(""), f"leave --kv-cache-dtype out, or {ONE_RANK}"
+    if spec.kv_cache_fp8 and config.kv_cache_dtype == "auto":
+        asked = reason.format(", which this checkpoint asks for,")
+        yield "kv_cache_dtype", asked, f"--kv-cache-dtype bfloat16, or {ONE_RANK}"
+    offload = offload_request(config)
+    if offload.by_hand or offload.experts_by_hand:
+        reason = "layers and experts that wait in RAM are not divided among ranks yet"
+        yield "cpu_offload_gb", reason, f"leave the settings of offload out, or {ONE_RANK}"
+    if config.kv_ram_bytes:
+        reason = "KV blocks that leave the GPU are not kept in RAM by several ranks yet"
+        yield "kv_ram", reason, f"leave --kv-ram out, or {ONE_RANK}"
+
+
 def _of_divided_layers(spec: ModelSpec, stored: Mapping[str, StoredTensor] | None) -> Iterator[_Reason]:
     packings = [one.packed.packing for one in (stored or {}).values() if one.packed is not None]
     if spec.quantization is not None and stored is None:
@@ -93,6 +120,6 @@ def _of_model(spec: ModelSpec) -> Iterator[_Reason]:
 def _of_machine(config: EngineConfig, compiled_kernels: bool) -> Iterator[_Reason]:
     if sys.platform != "linux":
         yield "tensor_parallel_size", "ranks share memory in a way that only Linux has", ONE_RANK
-    if not compiled_kernels and config.device == "cpu":
+    if not compiled_kernels and config.device != "auto":
         reason = "ranks wait for one another by compiled code, which this installation has not got"
         yield "tensor_parallel_size", reason, f"reinstall with a C compiler, or {ONE_RANK}"

@@ -11,7 +11,7 @@ from functools import lru_cache
 from itertools import groupby
 
 from holdfast.checkpoints.checkpoint import piece_of
-from holdfast.footprint import cpu
+from holdfast.footprint import cpu, gpu
 from holdfast.footprint.cpu import Limits
 from holdfast.footprint.experts import mlp_width
 from holdfast.footprint.identity_key import Same
@@ -23,6 +23,7 @@ from holdfast.observability.decisions import Decision
 from holdfast.planner.sizing.engine_weights import EngineWeights
 from holdfast.planner.sizing.shards import divide
 from holdfast.planner.sizing.stages import divide_stages
+from holdfast.planner.sizing.terms import Term
 from holdfast.units import MIB, counted, format_bytes
 
 MOST_SLOT_BYTES = 4 * MIB
@@ -71,6 +72,20 @@ class RankShares:
         ranks = Decision("tensor_parallel_size", str(len(self.shards)), "in each stage" if self.stages else rows, "set")
         stages = Decision("pipeline_parallel_size", str(len(self.stages)), f"stages by bytes: {rows}", "set")
         return [*([ranks] if self.shards else ()), *([stages] if self.stages else ())]
+
+    def rank_weights(self, *, dtype: str) -> tuple[int, ...]:
+        """Bytes of each rank's, as they lie on a GPU."""
+        return tuple(one.nbytes(dtype=dtype) for one in self.weights)
+
+    def gpu_slot_bytes(self, limits: Limits, *, dtype: str) -> int:
+        """Of what one rank shows the others on GPUs."""
+        vocab = max(shard.vocab_rows for shard in self.shards)
+        return gpu.exchange_slot_bytes(self.spec.hidden_size, limits.max_num_batched_tokens, vocab, dtype=dtype)
+
+    def gpu_terms(self, limits: Limits, *, dtype: str) -> tuple[Term, ...]:
+        """Of a rank on its GPU, beside what one alone would have."""
+        beside = gpu.beside_ranks_bytes(self.spec, limits, self.shards[0].vocab_rows, dtype=dtype)
+        return (Term(EXCHANGE, gpu.exchange_memory_bytes(self.gpu_slot_bytes(limits, dtype=dtype)) + beside),)
 
     def step_bytes(self, limits: Limits, *, dtype: str) -> int:
         if self.count == 1:
@@ -177,6 +192,11 @@ def rank_shares(
         divided = divide_stages(whole.spec, nbytes, stages)
     ranks = tuple(_share(whole, stage, shard) for stage in divided or (None,) for shard in shards or (None,))
     return RankShares(whole.spec, ranks, shards, divided)
+
+
+def gpu_rank_shares(weights: Same[EngineWeights], size: int, *, dtype: str) -> RankShares:
+    """Of ranks on GPUs, which keep weights as they are stored and have no stages."""
+    return rank_shares(weights, size, dtype=dtype, expand=False, compiled=False)
 
 
 def _share(whole: EngineWeights, stage: LayerStage | None, shard: Shard | None) -> EngineWeights:

@@ -193,6 +193,13 @@ def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
+def driver_call(name: str, *arguments: object, fails: bool = True) -> None:
+    """By its name in the driver. `fails`: raises DriverError where it does not succeed."""
+    status = getattr(_driver(), name)(*arguments)
+    if fails:
+        _check(status, name)
+
+
 def _check(status: int, what: str) -> None:
     if status:
         text = ctypes.c_char_p()

@@ -31,9 +31,13 @@ def held_before(uuid: str) -> int:
 
 class GpuMemory:
     """`free_before_bytes`: on the GPU before the engine touched it, for drivers that do not tell processes apart.
-    `not_ours_bytes`: what this process held before the engine came."""
+    `not_ours_bytes`: what this process held before the engine came. `sharing`: ranks of this engine on the same GPU,
+    which hold about the same."""
 
-    def __init__(self, device: torch.device, uuid: str, free_before_bytes: int, not_ours_bytes: int = 0) -> None:
+    def __init__(
+        self, device: torch.device, uuid: str, free_before_bytes: int, not_ours_bytes: int = 0, sharing: int = 1
+    ) -> None:
+        self._sharing = sharing
         self.device, self._uuid, self._free_before = device, uuid, free_before_bytes
         self._not_ours, self._tensors_before = not_ours_bytes, 0
         self._own, self._next_look_s = 0, 0.0
@@ -43,7 +47,10 @@ class GpuMemory:
         free, total = torch.cuda.mem_get_info(self.device)
         own = self.told_bytes()
         # In a container the driver counts processes by other numbers: what has become less is then ours.
-        return GpuHeld(max(0, self._free_before - free) if own is None else own, free, total)
+        return GpuHeld(self._not_told(free) if own is None else own, free, total)
+
+    def _not_told(self, free_bytes: int) -> int:
+        return max(0, self._free_before - free_bytes) // self._sharing
 
     def told_bytes(self) -> int | None:
         """What the engine holds by the driver's count; None: the driver does not tell."""
@@ -56,7 +63,7 @@ class GpuMemory:
         if now_s >= self._next_look_s:
             self._next_look_s = now_s + LOOK_S
             own = self.told_bytes()
-            self._own = max(0, self._free_before - torch.cuda.mem_get_info(self.device)[0]) if own is None else own
+            self._own = self._not_told(torch.cuda.mem_get_info(self.device)[0]) if own is None else own
         return self._own
 
     def look_again(self) -> None:

@@ -1,0 +1,72 @@
+"""What ranks that are not the first do alike, on CPUs and on GPUs: they follow plans and orders in the order in which
+rank 0 sends them. Knows no model."""
+
+from __future__ import annotations
+
+import gc
+from abc import ABC, abstractmethod
+from multiprocessing.connection import Connection
+
+from holdfast.engine.ranks import messages
+from holdfast.engine.ranks.cpu import segment_layout
+from holdfast.execution.parallel.mailbox import Receiver
+from holdfast.execution.parallel.segment import Segment
+from holdfast.records import StepPlan
+
+
+class StepLeft(Exception):
+    """Rank 0 has left the step: this rank leaves it too, and waits for the next."""
+
+
+class Follower(ABC):
+    def __init__(self, start: messages.StartRank, descriptor: int, answers: Connection) -> None:
+        self._rank, self._answers = start.rank, answers
+        self._segment = Segment(segment_layout(start.plan.engine), descriptor)
+        self._receiver = Receiver(self._segment, start.rank, self._look)
+        self._load(start)
+
+    @abstractmethod
+    def _load(self, start: messages.StartRank) -> None:
+        """Its share of the model, and the way to the other ranks."""
+
+    @abstractmethod
+    def _execute(self, plan: StepPlan) -> None: ...
+
+    @abstractmethod
+    def _note_sampled(self, sampled: messages.Sampled) -> None:
+        """Of a pipeline."""
+
+    @abstractmethod
+    def _follow(self, order: messages.Order) -> bool:
+        """Whether there is more to do."""
+
+    @abstractmethod
+    def _rejoin(self) -> None:
+        """Rank 0 has left a step, and this one has too."""
+
+    def run(self) -> None:
+        """Until it is told to leave."""
+        gc.freeze()
+        gc.enable()
+        while True:
+            try:
+                message = self._receiver.receive()
+                if message[:1] == messages.STEP:
+                    self._execute(messages.decode_plan(message[1:]))
+                elif message[:1] == messages.SAMPLED:
+                    self._note_sampled(messages.decode_sampled(message[1:]))
+                elif not self._follow(messages.decode_order(message[1:])):
+                    return
+            except StepLeft:
+                self._rejoin()
+
+    def _say(self, message: messages.FromRank) -> None:
+        self._answers.send_bytes(messages.encode(message))
+
+    def _say_loading(self, done: int, total: int) -> None:
+        self._say(messages.RankLoading(done, total))
+
+    def _look(self, waited_s: float) -> None:
+        """While rank 0 or another is awaited, which may take as long as it likes: rank 0 has the clock."""
+        if self._segment.alarm.value != self._segment.calm:
+            raise StepLeft

@@ -1,0 +1,64 @@
+"""A rank that is not the first, on a GPU: launches the same steps as rank 0, which waits for it on the device alone."""
+
+from __future__ import annotations
+
+from holdfast.config import EngineConfig
+from holdfast.engine.ranks import messages
+from holdfast.engine.ranks.following import Follower
+from holdfast.engine.ranks.gpu.rank import START_LIMIT_S, OpenedGpu, load_gpu_rank, profile_gpu_rank
+from holdfast.engine.startup.build import find_model
+from holdfast.errors import EngineDiedError
+from holdfast.execution.parallel.gloo import open_store
+from holdfast.records import StepPlan
+
+
+class GpuFollower(Follower):
+    def _load(self, start: messages.StartRank) -> None:
+        config = EngineConfig(**start.config)  # type: ignore[arg-type]
+        self._plan = start.plan
+        self._ready = False
+        opened = OpenedGpu(config, start.plan, start.rank)
+        self._say(messages.RankOpened(opened.handle, opened.against))
+        told = messages.decode_join(self._answers.recv_bytes())
+        against = told.against or opened.open_peers(told.handles)
+        self._say(messages.RankJoined(against))
+        told = messages.decode_join(self._answers.recv_bytes())
+        store = None if start.store_port is None else open_store(start.store_port, start.size)
+        collectives = opened.join(store, told.against, START_LIMIT_S)
+        model = find_model(config, progress=False, text=False)
+        self._member = load_gpu_rank(
+            config, model.files, model.spec, start.plan, opened, collectives, self._say_loading
+        )
+        self._say(messages.RankLoaded(self._member.runner.weights_bytes))
+        self._ready = True
+
+    def _execute(self, plan: StepPlan) -> None:
+        self._member.runner.check()
+        self._member.runner.submit(plan)
+
+    def _note_sampled(self, sampled: messages.Sampled) -> None:
+        raise AssertionError("there are no stages on GPUs, and tokens are told on the device")
+
+    def _follow(self, order: messages.Order) -> bool:
+        runner = self._member.runner
+        if isinstance(order, messages.Leave):
+            return False
+        if isinstance(order, messages.ProfileStep):
+            self._say(profile_gpu_rank(self._member, self._plan))
+            return True
+        if isinstance(order, messages.BackKV):
+            runner.back_kv(order.blocks)
+        elif isinstance(order, messages.ResizePool):
+            runner.resize_kv(order.blocks)
+        elif isinstance(order, messages.Serve):
+            self._member.collectives.limit(order.limit_s)
+        self._say(messages.Done())
+        return True
+
+    def _rejoin(self) -> None:
+        raise EngineDiedError("rank 0 has left a step in the middle, or another rank has ended")
+
+    def _look(self, waited_s: float) -> None:
+        super()._look(waited_s)
+        if self._ready and waited_s:  # A failed kernel, or a rank that did not come, is told before the next step.
+            self._member.runner.check()

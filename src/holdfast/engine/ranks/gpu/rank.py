@@ -1,0 +1,190 @@
+"""One rank on its GPU: joined with the others, weights loaded, the heaviest step run with them, graphs captured, and
+what all that took. The same for the first rank and for the others; starts no process and chooses no pool.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from holdfast.checkpoints import ModelFiles, open_checkpoint
+from holdfast.config import EngineConfig
+from holdfast.engine.ranks.messages import Measured
+from holdfast.errors import EngineError
+from holdfast.execution.batch import RunnerLimits
+from holdfast.execution.device import DTYPES, KV_DTYPES
+from holdfast.execution.gpu.cuda.module import DriverError
+from holdfast.execution.gpu.memory.accounting import GpuHeld, GpuMemory, held_before, open_device
+from holdfast.execution.gpu.runner import GpuRunner
+from holdfast.execution.parallel.gloo import Store
+from holdfast.execution.parallel.gpu.exchange import ExchangeCollectives
+from holdfast.execution.parallel.gpu.nccl import NcclCollectives, nccl_available
+from holdfast.execution.parallel.gpu.peer_memory import PeerMemory
+from holdfast.execution.parallel.gpu.share import GpuRankShare
+from holdfast.execution.parallel.gpu.together import GpuCollectives, SmallAndLarge, against_exchange
+from holdfast.execution.weights.load import load_weights
+from holdfast.footprint.gpu import exchange_memory_bytes
+from holdfast.hardware.nvidia import probe
+from holdfast.models import ModelSpec
+from holdfast.models.stages import rank_spec
+from holdfast.planner import Plan, largest_pool
+
+START_LIMIT_S = 600.0
+"""That another rank may let this one wait while kernels are compiled and the driver loads them."""
+TensorsLoaded = Callable[[int, int], None]
+
+
+class OpenedGpu:
+    """A rank's GPU before anything is loaded to it, and the memory that others may map."""
+
+    def __init__(self, config: EngineConfig, plan: Plan, rank: int) -> None:
+        self.rank, self._plan, self._uuids = rank, plan, [gpu.uuid for gpu in plan.engine.rank_gpus]
+        uuid, sharing = self._uuids[rank], self._uuids.count(self._uuids[rank])
+        not_ours, free_bytes = held_before(uuid), plan.device.free_bytes * sharing
+        if sharing == 1:  # Ranks of one GPU may have begun to fill it.
+            free_bytes = next((gpu.free_bytes for gpu in probe().gpus if gpu.uuid == uuid), free_bytes)
+        self.device = open_device(uuid)
+        self.memory = GpuMemory(self.device, uuid, free_bytes, not_ours, sharing)
+        self.context = self.memory.held()
+        self.memory.watch_tensors()
+        self._peers: PeerMemory | None = None
+        self.against = against_exchange(self._uuids, disabled=config.disable_custom_all_reduce)
+        if not self.against:
+            try:
+                self._peers = PeerMemory(exchange_memory_bytes(plan.engine.slot_bytes), self.device)
+            except DriverError as error:
+                self.against = f"rank {rank}: {error.message}"
+        self._places: list[int] = []
+
+    @property
+    def handle(self) -> bytes:
+        return b"" if self._peers is None else self._peers.handle
+
+    @property
+    def exchange_bytes(self) -> int:
+        return 0 if self._peers is None else self._peers.nbytes
+
+    def open_peers(self, handles: Sequence[bytes]) -> str:
+        """Why the memory of the others cannot be mapped; empty: it is."""
+        assert self._peers is not None
+        try:
+            self._places = self._peers.open_peers(handles, self.rank)
+        except DriverError as error:
+            return f"rank {self.rank}: {error.message}"
+        return ""
+
+    def join(self, store: Store | None, against: str, limit_s: float) -> GpuCollectives:
+        """`store`: for NCCL; None: ranks share a GPU, which NCCL does not have. `against`: why no rank maps the memory
+        of others; empty: all have."""
+        if against and self._peers is not None:
+            self._peers.close()
+            self._peers = None
+        small = None
+        if self._peers is not None:
+            slot_bytes = self._plan.engine.slot_bytes
+            small = ExchangeCollectives(self._peers, self._places, self.rank, slot_bytes, limit_s=START_LIMIT_S)
+        if store is None or (small is not None and not nccl_available()):
+            if small is None:
+                raise EngineError(
+                    "ranks that share a GPU exchange numbers over CUDA IPC alone, which cannot be had",
+                    found=against,
+                    fix="give each rank a GPU of its own",
+                )
+            return small
+        if not nccl_available():
+            raise EngineError("this torch has no NCCL", found=against, fix="pip install --force-reinstall torch")
+        large = NcclCollectives(store, self.rank, len(self._uuids), self.device, limit_s=limit_s)
+        return large if small is None else SmallAndLarge(small, large, self._plan.engine.slot_bytes)
+
+
+@dataclass(slots=True)
+class GpuRank:
+    opened: OpenedGpu
+    collectives: GpuCollectives
+    runner: GpuRunner
+    loaded: GpuHeld
+    page_bytes: int
+    """Of a KV page as this rank has it."""
+    against: str = ""
+    """Why ranks do not map one another's memory; empty: they do."""
+
+
+def load_gpu_rank(
+    config: EngineConfig,
+    files: ModelFiles,
+    spec: ModelSpec,
+    plan: Plan,
+    opened: OpenedGpu,
+    collectives: GpuCollectives,
+    progress: TensorsLoaded,
+    beat: Callable[[], None] | None = None,
+) -> GpuRank:
+    shards, dtype, limits = plan.engine.shards, DTYPES[plan.dtype], RunnerLimits.of(plan.limits)
+    own, layout = rank_spec(spec, *plan.engine.part_of(opened.rank)), plan.engine.layout_of(opened.rank)
+    share = GpuRankShare(
+        collectives,
+        [shard.vocab for shard in shards],
+        limits.max_num_seqs,
+        limits.max_num_batched_tokens,
+        dtype,
+        opened.device,
+    )
+    stored = contextlib.nullcontext() if config.load_format == "dummy" else open_checkpoint(files)
+    with stored as checkpoint:
+        weights = load_weights(
+            own,
+            checkpoint,
+            dtype=dtype,
+            device=opened.device,
+            expand=plan.engine.expand_weights,
+            quantize=plan.engine.quantize,
+            progress=progress,
+            whole=spec,
+        )
+    runner = GpuRunner(
+        own,
+        weights,
+        layout,
+        limits,
+        opened.device,
+        kv_dtype=KV_DTYPES[plan.kv_dtype],
+        graphs=not config.enforce_eager,
+        beat=beat,
+        share=share,
+    )
+    loaded = opened.memory.held()
+    opened.memory.forget_loading()
+    return GpuRank(opened, collectives, runner, loaded, layout.page_bytes)
+
+
+def profile_gpu_rank(rank: GpuRank, plan: Plan) -> Measured:
+    """With all other ranks: the heaviest step, then the graphs that are needed first."""
+    runner, memory, opened = rank.runner, rank.opened.memory, rank.opened
+    runner.reserve_kv(largest_pool(plan, plan.device.total_bytes))
+    runner.back_kv(2)
+    runner.profile_run()
+    profiled = memory.held()
+    runner.capture()
+    captured = memory.held()
+    rank.collectives.check()
+    named = runner.weights_bytes + runner.buffers_bytes + runner.logits_bytes
+    terms = {
+        "context": opened.context.own_bytes,
+        "weights": runner.weights_bytes,
+        "buffers": runner.buffers_bytes,
+        "activations": max(0, memory.most_allocated() + runner.mapped_bytes - named),
+        "logits": runner.logits_bytes,
+        "graphs": max(0, captured.own_bytes - profiled.own_bytes),
+        "exchange": opened.exchange_bytes,
+    }
+    held = captured.own_bytes - runner.kv.nbytes
+    return Measured(
+        terms=terms,
+        nameless_bytes=max(0, held - sum(terms.values())),
+        given_back_bytes=0,
+        peak_bytes=rank.loaded.own_bytes,
+        free_bytes=captured.free_bytes,
+        own_bytes=captured.own_bytes,
+        kv_bytes=runner.kv.nbytes,
+    )

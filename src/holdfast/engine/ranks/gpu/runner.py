@@ -1,0 +1,48 @@
+"""A runner of several ranks on GPUs, whose steps are computed after they were submitted: a rank that ended meanwhile is
+named when the result is asked for."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+from holdfast.engine.core.loop import StepHandle, StepRunner
+from holdfast.engine.ranks.group import RankGroup
+from holdfast.engine.ranks.runner import RankedRunner
+from holdfast.execution.parallel.gpu.together import GpuCollectives
+from holdfast.records import StepPlan, StepResult, TokenMasks
+
+
+class RankedGpuRunner(RankedRunner):
+    def __init__(self, runner: StepRunner, group: RankGroup, collectives: GpuCollectives) -> None:
+        super().__init__(runner, group)
+        self._collectives = collectives
+
+    def submit(self, plan: StepPlan, masks: TokenMasks | None = None) -> StepHandle:
+        try:
+            return _Watched(super().submit(plan, masks), self._group)
+        except Exception:
+            self._group.check()  # Whose end is the reason.
+            raise
+
+    def close(self) -> None:
+        self._collectives.give_up()  # Whatever waits on the GPU for ranks that leave.
+        super().close()
+        with contextlib.suppress(RuntimeError):  # A device that has failed gives nothing back; it ends with us.
+            self._collectives.close()
+
+
+class _Watched:
+    def __init__(self, step: StepHandle, group: RankGroup) -> None:
+        self._step, self._group = step, group
+
+    @property
+    def late(self) -> Sequence[int]:
+        return self._step.late
+
+    def result(self) -> StepResult:
+        try:
+            return self._step.result()
+        except Exception:
+            self._group.check()  # Whose end is the reason.
+            raise

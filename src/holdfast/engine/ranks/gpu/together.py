@@ -1,0 +1,166 @@
+"""All ranks of an engine on GPUs while it starts: opened, joined, loaded side by side, measured together; then a pool
+for each, of as many pages as the tightest of them holds.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from holdfast.checkpoints import ModelFiles
+from holdfast.config import EngineConfig
+from holdfast.engine.ranks import messages
+from holdfast.engine.ranks.gpu.rank import START_LIMIT_S, GpuRank, OpenedGpu, load_gpu_rank, profile_gpu_rank
+from holdfast.engine.ranks.gpu.runner import RankedGpuRunner
+from holdfast.engine.ranks.group import RankGroup
+from holdfast.engine.ranks.messages import Measured
+from holdfast.engine.ranks.together import hung_s
+from holdfast.engine.startup.build_gpu import report_of, taken_terms
+from holdfast.errors import UnsupportedOptionError
+from holdfast.execution.gpu.memory.accounting import GpuMemory
+from holdfast.execution.parallel.gpu.link import GpuRankLink
+from holdfast.execution.parallel.gpu.together import exchange_decision
+from holdfast.models import ModelSpec
+from holdfast.planner import Plan, settle_pool
+from holdfast.records import MemoryReport, RankMemory, VramBudget, VramGrant
+
+Progress = Callable[[str, int, int], None]
+
+
+class RanksVram:
+    """What the first rank holds on its GPU. The budget of several is not changed while they serve."""
+
+    def __init__(self, memory: GpuMemory) -> None:
+        self._memory = memory
+
+    def own_bytes(self) -> int:
+        return self._memory.own_bytes()
+
+    def change(self, asked: VramBudget, least_blocks: int, resize_kv: Callable[[int], None]) -> VramGrant:
+        raise UnsupportedOptionError(
+            "the memory budget of several ranks cannot be changed while they serve",
+            fix="restart with another --vram or --gpu-memory-utilization",
+            field="vram",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltRanks:
+    first: GpuRank
+    runner: RankedGpuRunner
+    plan: Plan
+    report: MemoryReport
+    vram: RanksVram
+
+
+def build_gpu_ranks(
+    config: EngineConfig,
+    files: ModelFiles,
+    spec: ModelSpec,
+    plan: Plan,
+    progress: Progress,
+    beat: Callable[[], None] | None = None,
+) -> BuiltRanks:
+    """Whatever fails, no rank is left behind."""
+    group = RankGroup(config, plan, cores=plan.engine.rank_count, timeout_s=START_LIMIT_S, beat=beat)
+    try:
+        first = _load_all(config, files, spec, plan, progress, group, beat)
+        progress("profile_run", 0, 0)
+        group.order(messages.ProfileStep())
+        own = profile_gpu_rank(first, plan)
+        measured = [own, *group.answers(Measured)]
+        decision = exchange_decision(first.collectives, first.against, [gpu.uuid for gpu in plan.engine.rank_gpus])
+        plan = _settled(replace(plan, decisions=(*plan.decisions, decision)), measured)
+        group.order(messages.BackKV(plan.engine.blocks))
+        first.runner.back_kv(plan.engine.blocks)
+        group.answers(messages.Done)
+        group.timeout_s = hung_s(config)
+        group.order(messages.Serve(group.timeout_s))
+        first.collectives.limit(group.timeout_s)
+        group.answers(messages.Done)
+    except BaseException:
+        group.link.give_up()
+        group.close()
+        raise
+    ready = first.opened.memory.held()
+    terms = {**own.terms, "kv_pool": first.runner.kv.nbytes}
+    report = report_of(plan, terms, first.loaded, ready, [])
+    report = _with_ranks(report, spec, plan, group, measured)
+    runner = RankedGpuRunner(first.runner, group, first.collectives)
+    return BuiltRanks(first, runner, plan, report, RanksVram(first.opened.memory))
+
+
+def _load_all(
+    config: EngineConfig,
+    files: ModelFiles,
+    spec: ModelSpec,
+    plan: Plan,
+    progress: Progress,
+    group: RankGroup,
+    beat: Callable[[], None] | None,
+) -> GpuRank:
+    assert isinstance(group.link, GpuRankLink)
+    opened = OpenedGpu(config, plan, 0)
+    there = group.answers(messages.RankOpened)
+    against = next((one for one in (opened.against, *(rank.against for rank in there)) if one), "")
+    handles = [] if against else [opened.handle, *(rank.handle for rank in there)]
+    group.tell_each(messages.JoinRanks(handles, against))
+    own = against or opened.open_peers(handles)
+    joined = group.answers(messages.RankJoined)
+    against = next((one for one in (own, *(rank.against for rank in joined)) if one), "")
+    group.tell_each(messages.JoinRanks([], against))
+    collectives = opened.join(group.store, against, START_LIMIT_S)
+    group.link.join(collectives)
+
+    def loaded(done: int, total: int) -> None:
+        group.check()
+        progress("load", done, total)
+
+    progress("load", 0, 0)
+    first = load_gpu_rank(config, files, spec, plan, opened, collectives, loaded, beat)
+    first.against = against
+    group.answers(messages.RankLoaded, lambda: progress("load", 0, 0))
+    return first
+
+
+def _settled(plan: Plan, measured: list[Measured]) -> Plan:
+    """The pool by what is measured of all ranks: each has as many pages as the one with the least room."""
+    engine = plan.engine
+    pages = [engine.layout_of(rank).page_bytes for rank in range(engine.rank_count)]
+    taken = [taken_terms(plan, rank.terms, rank.own_bytes - rank.kv_bytes) for rank in measured]
+    room = []
+    for uuid in dict.fromkeys(gpu.uuid for gpu in engine.rank_gpus):
+        ranks = [rank for rank, gpu in enumerate(engine.rank_gpus) if gpu.uuid == uuid]
+        backed = sum(measured[rank].kv_bytes for rank in ranks)
+        held = sum(measured[rank].own_bytes for rank in ranks) - backed
+        coming = max(0, sum(sum(taken[rank].values()) for rank in ranks) - held)
+        free = min(measured[rank].free_bytes for rank in ranks) + backed - coming
+        room.append(free * engine.layout.page_bytes // sum(pages[rank] for rank in ranks))
+    most = max(taken, key=lambda one: sum(one.values()))
+    return settle_pool(plan, min(room), most)
+
+
+def _with_ranks(
+    report: MemoryReport, spec: ModelSpec, plan: Plan, group: RankGroup, measured: list[Measured]
+) -> MemoryReport:
+    engine = plan.engine
+    pids = [os.getpid(), *group.pids]
+    rows = [
+        RankMemory(
+            rank=shard.rank,
+            pid=pids[shard.rank],
+            threads=1,
+            heads=shard.head_count,
+            kv_heads=shard.kv_head_count,
+            layers=len(spec.layers),
+            planned_weights_bytes=engine.rank_weights[shard.rank],
+            weights_bytes=measured[shard.rank].terms["weights"],
+            kv_pool_bytes=engine.blocks * engine.layout_of(shard.rank).page_bytes,
+            device=f"GPU {engine.rank_gpus[shard.rank].index}",
+        )
+        for shard in engine.shards
+    ]
+    return msgspec.structs.replace(report, ranks=rows)

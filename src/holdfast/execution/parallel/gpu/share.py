@@ -1,0 +1,79 @@
+"""What one rank of several does on its GPU with its part of the vocabulary, and how sampled tokens reach the others: on
+the device, so that steps are launched ahead of the host and captured in graphs.
+
+Rank 0 has all logits and samples; the others learn the tokens, which the next step of every rank begins with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from holdfast.execution.triton_kernels.sampling.rank_tokens import own_rows, put_tokens
+
+if TYPE_CHECKING:
+    from holdfast.execution.gpu.layers.linear import GpuLinear
+    from holdfast.execution.parallel.gpu.together import GpuCollectives
+
+
+class GpuRankShare:
+    """`vocab`: of every rank, the first row of embedding and head that it has and the one behind its last. `rows`:
+    most whose logits are computed at a time; `tokens`: most of a step."""
+
+    def __init__(
+        self,
+        collectives: GpuCollectives,
+        vocab: Sequence[tuple[int, int]],
+        rows: int,
+        tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.collectives = collectives
+        self._first, last = vocab[collectives.rank]
+        self._widths = [end - first for first, end in vocab]
+        self._logits = torch.empty(rows * (last - self._first), dtype=dtype, device=device)
+        self._ids = torch.empty((1, tokens), dtype=torch.int32, device=device)
+        self._no_slot = torch.zeros(tokens, dtype=torch.int32, device=device)
+        self._places = torch.arange(tokens, dtype=torch.int32, device=device)
+
+    @property
+    def samples(self) -> bool:
+        return self.collectives.rank == 0
+
+    @property
+    def nbytes(self) -> int:
+        return self._logits.nbytes + 3 * self._no_slot.nbytes
+
+    def embed(
+        self,
+        embedding: GpuLinear,
+        tokens: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Rows of the embedding, each from the rank that has it; the sum with the others' zeros changes no bit."""
+        count = len(out)
+        own_rows(tokens, slots, positions, self._first, self._ids[0, :count])
+        embedding.embed(self._ids, self._no_slot[:count], self._places[:count], out)
+        self.collectives.all_reduce(out)
+
+    def own_logits(self, rows: int) -> torch.Tensor:
+        """[rows, this rank's part of the vocabulary], in the buffer of the next such call."""
+        width = self._widths[self.collectives.rank]
+        return self._logits[: rows * width].view(rows, width)
+
+    def gather_logits(self, part: torch.Tensor, out: torch.Tensor) -> None:
+        """All of them into `out` of the first rank; that of others has no columns."""
+        self.collectives.gather(part, self._widths, out if self.samples else None)
+
+    def spread_tokens(
+        self, sampled: torch.Tensor, slots: torch.Tensor, lengths: torch.Tensor, known: torch.Tensor
+    ) -> None:
+        """What the first rank has sampled, into the slots of all others."""
+        self.collectives.broadcast(sampled)
+        if not self.samples:
+            put_tokens(sampled, slots, lengths, known)

@@ -1,0 +1,98 @@
+"""Which GPU each rank of a server has, and which of them the plan is made for: the one with the least to use, with the
+terms of the rank that holds most. Knows no model.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from holdfast.config.unsupported import NOT_WITH_RANKS, RANK_GPUS, check_gpu_ranks
+from holdfast.errors import ConfigurationError
+from holdfast.hardware.nvidia import NvidiaGpu
+from holdfast.observability.decisions import Decision
+from holdfast.planner.inputs.machine import holders, measured_device
+from holdfast.planner.inputs.question import Device
+from holdfast.units import counted, format_bytes
+
+TOO_FEW_GPUS = "HF133"
+
+
+def gpus_of_ranks(
+    gpus: Sequence[NvidiaGpu], ranks: int, environment: Mapping[str, str] | None = None
+) -> tuple[NvidiaGpu, ...]:
+    """One for each rank, in order, as RANK_GPUS names them. Raises ConfigurationError where it does not name each, one
+    is not there, or they are not alike."""
+    environment = os.environ if environment is None else environment
+    check_gpu_ranks(ranks, 1, environment)
+    listed = environment[RANK_GPUS]
+    words = [word.strip() for word in listed.split(",")]
+    if len(words) != ranks or not all(word.isdecimal() for word in words):
+        raise ConfigurationError(
+            f"{RANK_GPUS} does not name the GPU of each rank",
+            code=TOO_FEW_GPUS,
+            needed=f"{counted(ranks, 'number')} with commas between them, as tensor_parallel_size is {ranks}",
+            found=listed,
+            fix=f"{RANK_GPUS}={','.join(map(str, range(ranks)))}",
+            field="tensor_parallel_size",
+        )
+    for rank, word in enumerate(words):
+        if int(word) >= len(gpus):
+            raise _not_there(gpus, rank, listed)
+    chosen = tuple(gpus[int(word)] for word in words)
+    _require_alike(chosen)
+    return chosen
+
+
+def _not_there(gpus: Sequence[NvidiaGpu], rank: int, listed: str) -> ConfigurationError:
+    shown = ", ".join(f"{place}: {gpu.name}" for place, gpu in enumerate(gpus)) or "none"
+    return ConfigurationError(
+        f"rank {rank} has no GPU: {RANK_GPUS} is {listed}",
+        code=TOO_FEW_GPUS,
+        needed=f"numbers under {len(gpus)}, the visible GPUs by their place",
+        found=f"{len(gpus)} visible: {shown}",
+        fix="leave --tensor-parallel-size out; or make more GPUs visible (CUDA_VISIBLE_DEVICES)",
+        field="tensor_parallel_size",
+    )
+
+
+def _require_alike(gpus: Sequence[NvidiaGpu]) -> None:
+    first = gpus[0]
+    for rank, gpu in enumerate(gpus):
+        if gpu.capability != first.capability:
+            raise ConfigurationError(
+                f"rank {rank} has {gpu.name} and rank 0 {first.name}: the same kernels do not run on both",
+                code=NOT_WITH_RANKS,
+                needed="GPUs of one compute capability",
+                found=", ".join(f"{one.name} {'.'.join(map(str, one.capability or ()))}" for one in gpus),
+                fix=f"name GPUs that are alike in {RANK_GPUS}, or leave --tensor-parallel-size out",
+                field="tensor_parallel_size",
+            )
+
+
+def tightest(gpus: Sequence[NvidiaGpu], utilization: float) -> tuple[int, Device]:
+    """The rank whose GPU has the least for it, and that GPU as its device. Ranks of one GPU have equal parts of it."""
+    sharing = Counter(gpu.uuid for gpu in gpus)
+
+    def part(gpu: NvidiaGpu) -> NvidiaGpu:
+        many = sharing[gpu.uuid]
+        return replace(gpu, free_bytes=gpu.free_bytes // many, total_bytes=gpu.total_bytes // many)
+
+    parts = [part(gpu) for gpu in gpus]
+    rank = min(range(len(gpus)), key=lambda one: min(parts[one].free_bytes, int(parts[one].total_bytes * utilization)))
+    return rank, measured_device(0, parts[rank])
+
+
+def rank_decision(gpus: Sequence[NvidiaGpu], rank: int) -> Decision:
+    """For people to read. `rank`: the one that the plan is made for."""
+    places = ", ".join(str(gpu.index) for gpu in gpus)
+    rows = "; ".join(
+        f"rank {number} has GPU {gpu.index}, {format_bytes(gpu.free_bytes)} of {format_bytes(gpu.total_bytes)} free"
+        for number, gpu in enumerate(gpus)
+    )
+    short = "" if len({gpu.free_bytes for gpu in gpus}) == 1 else f"; rank {rank} has the least"
+    held = holders(gpus[rank]) if short else ()
+    taken = f", others hold: {', '.join(held)}" if held else ""
+    return Decision("device", f"GPUs {places}, {gpus[0].name}", f"{rows}{short}{taken}", "measured")

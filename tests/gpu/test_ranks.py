@@ -1,0 +1,259 @@
+"""Ranks on GPUs, two of them on one: every exchange over CUDA IPC is right, in graphs too, and engines of two ranks say
+what one says. Time slices of one GPU say nothing of speed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gpu_exchange
+import httpx
+import psutil
+import pytest
+import torch
+from gpu_exchange import ExchangeProcesses
+from quantized_files import Format, awq, write_quantized
+from tiny_gpu import Tiny, prompt
+
+from holdfast import LLM, SamplingParams
+from holdfast.errors import HoldfastError
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+SHARED = {"HOLDFAST_RANK_GPUS": "0,0"}
+WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4,
+        "head_dim": 16, "num_hidden_layers": 2, "vocab_size": 224, "max_position_embeddings": 512}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"architecture": "Llama"},
+    "qwen3-moe": {"architecture": "Qwen3Moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+                  "decoder_sparse_step": 1, "mlp_only_layers": []},
+    "gemma-window": {"architecture": "Gemma3", "sliding_window": 9,
+                     "layer_types": ["full_attention", "sliding_attention"]},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExchangeProcesses]:
+    made = ExchangeProcesses(tmp_path_factory.mktemp("exchange"), request.param)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("count", "offset"), [(1, 0), (7, 0), (8, 8), (1000, 0), (1003, 3), (16384, 0), (40_009, 0), (40_009, 1)]
+)
+def test_sums_are_exact_and_the_same_everywhere(ranks: ExchangeProcesses, count: int, offset: int) -> None:
+    """The largest go in pieces."""
+    found = ranks.together(gpu_exchange.sums, count, offset)
+    assert all(one == found[0] for one in found), "the same bits on all ranks"
+    assert found[0][0::6] == found[0][2::6] == found[0][4::6], "and by one shot as by two"
+
+
+@pytest.mark.parametrize(
+    ("rows", "widths"),
+    [(1, (5, 3, 2)), (3, (64, 64, 32)), (7, (33, 32, 32)), (40, (1024, 1000, 8)), (1, (9000, 8999, 1))],
+)
+def test_parts_come_together_at_the_first(ranks: ExchangeProcesses, rows: int, widths: tuple[int, ...]) -> None:
+    ranks.together(gpu_exchange.gathers, rows, widths[: len(ranks._logs)])
+
+
+@pytest.mark.parametrize("count", [1, 5, 256, 20_001])
+def test_the_first_tells_all(ranks: ExchangeProcesses, count: int) -> None:
+    ranks.together(gpu_exchange.broadcasts, count)
+
+
+def test_graphs_replay_a_thousand_times(ranks: ExchangeProcesses) -> None:
+    times = 1000 if len(ranks._logs) == 2 else 100
+    found = ranks.together(gpu_exchange.replays, times, timeout_s=90.0)
+    print(f"{len(found)} ranks on one GPU: {max(found) / times * 1e3:.2f} ms for four exchanges, time-sliced")
+
+
+def test_nobody_waits_for_ever(tmp_path: Path) -> None:
+    pair = ExchangeProcesses(tmp_path)
+    try:
+        (said, took_s), _ = pair.together(gpu_exchange.lonely, 1.0)
+        print(said, took_s)
+        assert "EngineHungError" in said
+        assert "rank 1 has not come" in said
+        assert 0.9 < took_s < 5.0, took_s
+    finally:
+        pair.close()
+    pair = ExchangeProcesses(tmp_path, limit_s=0.0)
+    try:
+        (said, took_s), _ = pair.together(gpu_exchange.given_up)
+        print(said, took_s)
+        assert "one of them has ended" in said
+        assert 0.4 < took_s < 5.0, took_s
+    finally:
+        pair.close()
+
+
+def test_nccl_of_one_rank_in_a_graph(tmp_path: Path) -> None:
+    log = tmp_path / "nccl.log"
+    process = multiprocessing.get_context("spawn").Process(target=gpu_exchange.nccl_alone, args=(str(log),))
+    process.start()
+    process.join(90)
+    if process.is_alive():
+        process.kill()
+    assert process.exitcode == 0, log.read_text()
+
+
+def engine(model: Any, ranks: int, **settings: Any) -> LLM:
+    given = {"device": "cuda", "dtype": "float32", "max_model_len": 400, "max_num_seqs": 4,
+             "max_num_batched_tokens": 64, "kv_cache_memory_bytes": "32MiB", "vram": "8GiB",
+             "skip_tokenizer_init": True}  # fmt: skip
+    return LLM(str(model), tensor_parallel_size=ranks, **given | settings)
+
+
+def said(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
+    outputs = llm.generate(prompt_token_ids=prompts, sampling_params=params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+PROMPTS = [prompt(1, 5), prompt(2, 150), prompt(3, 33)]
+"""The second is computed in chunks."""
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_two_ranks_say_what_one_says(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = WIDE | MODELS[name]
+    tiny = Tiny(tmp_path, **settings)
+    began_s = time.monotonic()
+    with engine(tmp_path, 1) as llm:
+        of_one = said(llm, PROMPTS)
+    one_s = time.monotonic() - began_s
+    for name, value in SHARED.items():
+        monkeypatch.setenv(name, value)
+    began_s = time.monotonic()
+    with engine(tmp_path, 2) as llm:
+        ready_s = time.monotonic() - began_s
+        print("\n".join(llm.info.decisions))
+        assert "all_reduce = CUDA IPC" in "\n".join(llm.info.decisions)
+        rows = llm.info.memory.ranks
+        print(rows)
+        assert [row.weights_bytes for row in rows] == [row.planned_weights_bytes for row in rows]
+        assert [row.device for row in rows] == ["GPU 0", "GPU 0"]
+        found = said(llm, PROMPTS)
+        again = llm.generate(prompt_token_ids=PROMPTS, sampling_params=GREEDY, use_tqdm=False)
+    print(f"one rank {one_s:.1f} s, two {time.monotonic() - began_s:.1f} s, of which start {ready_s:.1f} s")
+    assert found == of_one
+    assert [list(output.outputs[0].token_ids) for output in again] == of_one, "with cached prefixes"
+    assert [output.num_cached_tokens for output in again] == pytest.approx([0, 144, 32], abs=16)
+    for one, tokens in zip(PROMPTS[::2], found[::2], strict=True):
+        tiny.assert_greedy(one, tokens)
+
+
+def test_awq_of_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "awq").mkdir()
+    Tiny(tmp_path / "plain", **WIDE, **MODELS["llama"])
+    config = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+    write_quantized(tmp_path / "plain", tmp_path / "awq", Format(config, awq(32)))
+    with engine(tmp_path / "awq", 1) as llm:
+        of_one = said(llm, PROMPTS)
+    for name, value in SHARED.items():
+        monkeypatch.setenv(name, value)
+    with engine(tmp_path / "awq", 2) as llm:
+        print("\n".join(llm.info.decisions))
+        assert said(llm, PROMPTS) == of_one
+
+
+def test_gguf_of_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SmolLM2 has nine heads over three: six of them are the first rank's. In bfloat16 too, with grammars and draws."""
+    settings = {"kv_cache_memory_bytes": "64MiB", "skip_tokenizer_init": False}
+    chat = [[{"role": "user", "content": "What is the capital of France?"}]]
+    words = [[{"role": "user", "content": "Say three words about the sea, then explain how a refrigerator works."}]]
+    with engine("smollm2", 1, **settings) as llm:
+        of_one = [one.outputs[0].text for one in llm.chat(chat + words, GREEDY, use_tqdm=False)]
+    for name, value in SHARED.items():
+        monkeypatch.setenv(name, value)
+    with engine("smollm2", 2, **settings) as llm:
+        print("\n".join(llm.info.decisions))
+        found = [one.outputs[0].text for one in llm.chat(chat + words, GREEDY, use_tqdm=False)]
+    print(of_one, found)
+    assert found == of_one
+    with engine("smollm2", 2, **settings | {"dtype": "bfloat16"}) as llm:
+        drawn = SamplingParams(temperature=0.7, seed=3, max_tokens=8, logprobs=2, prompt_logprobs=1)
+        first, second = llm.chat([chat[0], words[0]], [GREEDY, drawn], use_tqdm=False)
+        print(first.outputs[0].text, second.outputs[0].text)
+        assert first.outputs[0].text.startswith("The capital of France is Paris.")
+        assert len(second.outputs[0].token_ids) == 8
+
+
+def used_mib() -> int:
+    free, total = torch.cuda.mem_get_info(0)
+    return (total - free) >> 20
+
+
+def test_a_killed_rank_is_restarted_and_leaves_nothing(
+    start_server: Callable[..., Any], tiny_arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.zeros(1, device="cuda")
+    before_mib = used_mib()
+    for name, value in SHARED.items():
+        monkeypatch.setenv(name, value)
+    server = start_server(
+        *tiny_arguments, "-tp", "2", "--device", "cuda", "--max-model-len", "400", "--max-num-seqs", "4",
+        "--max-num-batched-tokens", "64", "--vram", "8GiB",
+    )  # fmt: skip
+    try:
+        server.wait_ready(120.0)
+        asked = {"model": "tiny", "prompt": "The cat sat on", "max_tokens": 200, "temperature": 0.0, "ignore_eos": True}
+
+        def answer() -> str:
+            found = httpx.post(f"{server.url}/v1/completions", json=asked, timeout=120.0)
+            assert found.status_code == 200, found.text
+            return str(found.json()["choices"][0]["text"])
+
+        undisturbed, engine_pid, began_s = answer(), server.engine_pid, time.monotonic()
+        assert answer() == undisturbed, "and with graphs that are there already"
+        answer_s = time.monotonic() - began_s
+        other = [
+            one
+            for one in psutil.Process(engine_pid).children()
+            if "holdfast.engine.ranks.entry" in " ".join(one.cmdline())
+        ]
+        assert len(other) == 1
+        striker = threading.Timer(answer_s / 2, os.kill, (other[0].pid, signal.SIGKILL))
+        striker.start()
+        began_s = time.monotonic()
+        assert answer() == undisturbed, "the answer goes on with the same tokens"
+        striker.join()
+        print(f"struck in the middle of an answer of {answer_s:.1f} s, which took {time.monotonic() - began_s:.1f} s")
+        assert "has ended: signal SIGKILL" in server.log
+        memory = httpx.get(f"{server.url}/memory", timeout=30.0).json()
+        print({key: memory[key] for key in memory if key in ("ranks", "tier")})
+        assert not psutil.pid_exists(engine_pid), "the first rank of the old engine is gone too"
+        assert server.stop() == 0
+        deadline_s = time.monotonic() + 10
+        while used_mib() > before_mib + 64 and time.monotonic() < deadline_s:
+            time.sleep(0.2)
+        assert used_mib() <= before_mib + 64, f"{used_mib()} MiB are held, {before_mib} before"
+    except BaseException:
+        print(server.log)
+        raise
+
+
+def test_too_few_gpus_are_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Tiny(tmp_path, **WIDE, **MODELS["llama"])
+    began_s, many = time.monotonic(), torch.cuda.device_count() + 1
+    monkeypatch.setenv("HOLDFAST_RANK_GPUS", ",".join(map(str, range(many))))
+    with pytest.raises(HoldfastError, match=f"rank {many - 1} has no GPU"):
+        engine(tmp_path, many)
+    assert time.monotonic() - began_s < 10
+
+
+def test_ranks_of_one_gpu_need_each_others_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL has no two ranks on one GPU: what is against CUDA IPC is said, by the rank that found it."""
+    Tiny(tmp_path, **WIDE, **MODELS["llama"])
+    for name, value in (SHARED | {"NCCL_P2P_DISABLE": "1"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(HoldfastError, match="NCCL_P2P_DISABLE is set"):
+        engine(tmp_path, 2)
+    children = [one for one in psutil.Process(os.getpid()).children() if "ranks.entry" in " ".join(one.cmdline())]
+    assert not children

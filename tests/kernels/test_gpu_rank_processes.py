@@ -1,0 +1,109 @@
+"""Ranks on GPUs as the engine starts them, as processes: opened, joined, loaded, measured, and then steps; and one that
+is killed. Kernels run in Triton's interpreter; what CUDA IPC itself does needs a GPU: tests/gpu/test_ranks.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import fake_rank_gpus
+import psutil
+import pytest
+import torch
+from tiny_gpu import Tiny, prompt, run, tokens_of
+
+from holdfast.checkpoints import match, open_checkpoint
+from holdfast.config import EngineConfig
+from holdfast.config.unsupported import RANK_GPUS
+from holdfast.engine.core.loop import EngineCore
+from holdfast.engine.ranks.gpu.runner import RankedGpuRunner
+from holdfast.engine.startup.build import _build_on_gpu, find_model
+from holdfast.engine.startup.engine_info import EngineInfo
+from holdfast.errors import EngineDiedError
+from holdfast.execution.parallel.gpu.link import GpuRankLink
+from holdfast.hardware.nvidia import NvidiaGpu
+from holdfast.planner.serve.gpu_plan import make_gpu_plan
+from holdfast.records import SamplingParams
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="its ranks have no GPU")
+GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Tiny, EngineCore, EngineInfo]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    (folder / "model").mkdir()
+    tiny = Tiny(folder / "model", architecture="Llama")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(RANK_GPUS, "0,0")
+        fake_rank_gpus.install(patch)
+        fake_rank_gpus.start_ranks_here(patch, folder)
+        config = EngineConfig(
+            model=str(tiny.folder), device="cuda", tensor_parallel_size=2, dtype="float32", max_model_len=96,
+            max_num_seqs=4, max_num_batched_tokens=16, kv_cache_memory_bytes=1 << 20, skip_tokenizer_init=True,
+        )  # fmt: skip
+        model = find_model(config, progress=False, text=False)
+        gpu = NvidiaGpu(
+            index=0, uuid="GPU-0", name="fake", total_bytes=fake_rank_gpus.TOTAL_BYTES,
+            free_bytes=fake_rank_gpus.FREE_BYTES, capability=(9, 0),
+        )  # fmt: skip
+        plan = make_gpu_plan(model.spec, match(model.spec, open_checkpoint(model.files)), config, [gpu], name="tiny")
+        core, info = _build_on_gpu(config, model, lambda *_: None, plan, None, None)
+        yield tiny, core, info
+        core.runner.close()
+
+
+@pytest.mark.long
+def test_two_processes_start_and_say_what_one_says(engine: tuple[Tiny, EngineCore, EngineInfo]) -> None:
+    tiny, core, info = engine
+    assert isinstance(core.runner, RankedGpuRunner)
+    rows = info.memory.ranks
+    assert [row.weights_bytes for row in rows] == [row.planned_weights_bytes for row in rows]
+    assert [(row.device, row.heads, row.layers) for row in rows] == [("GPU 0", 2, len(tiny.spec.layers))] * 2
+    assert [row.pid for row in rows] == [os.getpid(), *core.runner.pids]
+    assert "all_reduce = CUDA IPC (hardware): ranks of one GPU map one another's memory" in info.decisions
+    prompts = [prompt(1, 18), prompt(2, 3)]
+    found = run(core, prompts, [GREEDY, GREEDY])
+    for one, outputs in zip(prompts, found, strict=True):
+        tiny.assert_greedy(one, tokens_of(outputs))
+
+
+@pytest.mark.long
+def test_a_rank_that_is_killed_while_it_is_awaited_is_named(engine: tuple[Tiny, EngineCore, EngineInfo]) -> None:
+    """The last test of this engine. Stopped first: rank 0 has sent the step, and waits on what stands for the GPU."""
+    _, core, _ = engine
+    assert isinstance(core.runner, RankedGpuRunner)
+    [other] = core.runner.pids
+    steps = 0
+
+    def strike() -> None:
+        nonlocal steps
+        steps += 1
+        if steps == 3:
+            os.kill(other, signal.SIGSTOP)
+            threading.Timer(1.0, os.kill, (other, signal.SIGKILL)).start()
+
+    began_s = time.monotonic()
+    with pytest.raises(EngineDiedError, match=rf"rank 1 \(pid {other}\) has ended: signal SIGKILL"):
+        run(core, [prompt(1, 5)], [SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)], between=strike)
+    assert 0.9 < time.monotonic() - began_s < 30
+    core.runner.close()
+    assert not psutil.pid_exists(other)
+
+
+def test_a_rank_that_ended_before_ranks_were_joined_is_not_awaited() -> None:
+    told = list[str]()
+    collectives: Any = SimpleNamespace(give_up=lambda: told.append("give up"))
+    late, usual = GpuRankLink(), GpuRankLink()
+    late.give_up()
+    late.join(collectives)
+    assert told == ["give up"]
+    usual.join(collectives)
+    assert told == ["give up"]
+    usual.give_up()
+    assert told == ["give up"] * 2

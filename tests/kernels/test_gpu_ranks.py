@@ -1,0 +1,99 @@
+"""Several ranks with the runners of GPUs: the same tokens as one, with chunks, prefixes, drawn tokens, scored prompts
+and masks, whatever a rank has of heads and vocabulary. Where there is no GPU in Triton's interpreter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gpu_thread_ranks import CPU, GpuThreadRanks, checkpoint_of
+from tiny_gpu import LAYERS, Tiny, prompt, run, tokens_of, told_of
+
+from holdfast.engine.core.loop import EngineCore
+from holdfast.execution.batch import RunnerLimits
+from holdfast.kvcache import KVCache
+from holdfast.records import SamplingParams
+from holdfast.scheduler import Scheduler, SchedulerLimits
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="its ranks have the CPU's collectives")
+
+SLOTS, STEP, BLOCKS = 4, 16, 64
+MOE = {"architecture": "Qwen3Moe", "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
+       "moe_intermediate_size": 32, "decoder_sparse_step": 1, "mlp_only_layers": []}  # fmt: skip
+GEMMA = {"architecture": "Gemma3", "head_dim": 16, "sliding_window": 9,
+         "layer_types": ["full_attention", "sliding_attention"][-LAYERS:]}  # fmt: skip
+GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+
+
+def ranked(tiny: Tiny, size: int) -> tuple[EngineCore, GpuThreadRanks]:
+    limits = RunnerLimits(max_num_seqs=SLOTS, max_num_batched_tokens=STEP, max_model_len=96)
+    ranks = GpuThreadRanks(tiny, checkpoint_of(tiny), size, limits, BLOCKS)
+    scheduler = Scheduler(
+        SchedulerLimits(
+            max_num_seqs=SLOTS, max_num_batched_tokens=STEP, max_model_len=96, policy="fcfs", max_steps_in_flight=2
+        ),
+        KVCache(tiny.layout(), BLOCKS, True),
+    )
+    runner: Any = ranks
+    return EngineCore(scheduler, runner, steps_ahead=1), ranks
+
+
+def answers(core: EngineCore, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:
+    return [tokens_of(outputs) for outputs in run(core, prompts, params)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "size"),
+    [
+        pytest.param({"architecture": "Llama"}, 2, id="llama"),
+        pytest.param(MOE, 2, id="moe", marks=pytest.mark.long),
+        pytest.param(GEMMA, 2, id="window", marks=pytest.mark.long),
+        pytest.param({"architecture": "Qwen2"}, 3, id="bias and shared KV heads"),
+    ],
+)
+@pytest.mark.usefixtures("few_programs")
+def test_tokens_are_those_of_one_rank(settings: dict[str, Any], size: int, tmp_path: Path) -> None:
+    tiny = Tiny(tmp_path, **settings)
+    prompts, params = [prompt(1, 18), prompt(2, 3)], [GREEDY, GREEDY]
+    core, ranks = ranked(tiny, size)
+    found = answers(core, prompts, params)
+    for one, tokens in zip(prompts, found, strict=True):
+        tiny.assert_greedy(one, tokens)
+    assert len({tuple(one.calls) for one in ranks.collectives}) == 1, "all ranks do the same in the same order"
+    again = answers(core, [prompts[0]], [GREEDY])
+    assert again == found[:1], "with the prefix that is cached"
+    ranks.close()
+
+
+@pytest.mark.usefixtures("few_programs")
+def test_drawn_tokens_scores_and_biases_are_those_of_one_rank(tmp_path: Path) -> None:
+    """What only the first rank does, the others follow: a row that is biased, one that is drawn, scores of a prompt."""
+    tiny = Tiny(tmp_path, architecture="Llama")
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logit_bias={7: 50.0}, logprobs=2),
+        SamplingParams(temperature=0.8, seed=5, max_tokens=3, ignore_eos=True, prompt_logprobs=1),
+    ]
+    prompts = [prompt(3, 4), prompt(4, 6)]
+    core, ranks = ranked(tiny, 2)
+    found = run(core, prompts, params)
+    alone = run(tiny.core(CPU, gpu=True), prompts, params)
+    assert [tokens_of(one) for one in found] == [tokens_of(one) for one in alone]
+    assert tokens_of(found[0]) == [7, 7, 7]
+    for ours, theirs in zip(told_of(found[1]), told_of(alone[1]), strict=True):
+        assert ours.token_ids == theirs.token_ids
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
+    assert len({tuple(one.calls) for one in ranks.collectives}) == 1
+    ranks.close()
+
+
+@pytest.mark.usefixtures("few_programs")
+def test_the_heaviest_step_is_the_same_on_all_ranks(tmp_path: Path) -> None:
+    tiny = Tiny(tmp_path, architecture="Llama")
+    _, ranks = ranked(tiny, 2)
+    ranks.together(lambda rank: ranks.runners[rank].profile_run())
+    calls = [one.calls for one in ranks.collectives]
+    assert calls[0]
+    assert calls[0] == calls[1]
+    ranks.close()

@@ -1,0 +1,128 @@
+"""Ranks on GPUs as processes on a machine without one: what they say to each other, load, measure and launch is theirs;
+kernels run in Triton's interpreter, GPU memory that ranks map of one another is memory that they share of the host.
+
+Run as a program it is a rank that is not the first, as engine/ranks/entry.py is."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.errors import EngineError
+from holdfast.execution.parallel.segment import Segment, SegmentLayout
+from holdfast.execution.parallel.shared_memory import SharedMemoryCollectives
+from holdfast.units import GIB
+
+CPU = torch.device("cpu")
+HANDLE_BYTES, SLOT_BYTES = 64, 4096
+RANKS, MOST_S = 2, 60.0
+FREE_BYTES, TOTAL_BYTES = 60 * GIB, 80 * GIB
+
+
+class SharedPeerMemory:
+    """Rank 0's is what all of them map: a handle is where the system shows it."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.nbytes, self.device = nbytes, device
+        self.segment = Segment(SegmentLayout(RANKS, SLOT_BYTES))
+        self.handle = f"/proc/{os.getpid()}/fd/{self.segment.descriptor}".encode().ljust(HANDLE_BYTES, b"\0")
+
+    def open_peers(self, handles: Sequence[bytes], rank: int) -> list[int]:
+        assert [len(handle) for handle in handles] == [HANDLE_BYTES] * RANKS
+        assert handles[rank] == self.handle
+        if rank:
+            place = handles[0].rstrip(b"\0").decode()
+            self.segment = Segment(self.segment.layout, os.open(place, os.O_RDWR))
+        return [1000 + number for number in range(len(handles))]
+
+    def close(self) -> None: ...
+
+
+class SharedExchange:
+    """Sums of CPU ranks, with all that ranks on GPUs ask for beside."""
+
+    name = "CUDA IPC"
+
+    def __init__(
+        self, memory: SharedPeerMemory, places: Sequence[int], rank: int, slot_bytes: int, *, limit_s: float
+    ) -> None:
+        assert places == [1000, 1001]
+        assert limit_s > 60
+        self._own = SharedMemoryCollectives(memory.segment, rank, self._look)
+        self._given_up, self.limit_s = False, limit_s
+        self.rank, self.size = rank, len(places)
+        self.all_reduce, self.gather, self.broadcast = self._own.all_reduce, self._own.gather, self._own.broadcast
+
+    def add_reduced(self, x: torch.Tensor, onto: torch.Tensor) -> None:
+        self.all_reduce(x)
+        onto.add_(x)
+
+    def _look(self, waited_s: float) -> None:
+        if waited_s:
+            self.check()
+        assert waited_s < MOST_S, f"rank {self.rank} waits for ever"
+
+    def limit(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+
+    def check(self) -> None:
+        if self._given_up:
+            raise EngineError("the ranks of this engine do not wait for one another any more: one of them has ended")
+
+    def give_up(self) -> None:
+        self._given_up = True
+
+    def close(self) -> None: ...
+
+
+def install(patch: pytest.MonkeyPatch) -> None:
+    """In the process of every rank."""
+    import quick_interpreter  # noqa: F401
+
+    from holdfast.engine.ranks.gpu import rank
+    from holdfast.execution.gpu.layers import linear
+    from holdfast.execution.gpu.memory import accounting
+    from holdfast.execution.triton_kernels.attention import decode
+
+    splits = decode.decode_splits
+    patch.setattr(linear, "SKINNY_ROWS", 0)
+    patch.setattr(decode, "decode_splits", lambda *sizes, codes: min(4, splits(*sizes, codes=codes)))
+    patch.setattr(rank, "open_device", lambda uuid: CPU)
+    patch.setattr(rank, "PeerMemory", SharedPeerMemory)
+    patch.setattr(rank, "ExchangeCollectives", SharedExchange)
+    patch.setattr(accounting, "process_bytes", lambda uuid, pid: GIB)
+    for name, answer in (("mem_get_info", (FREE_BYTES, TOTAL_BYTES)), ("synchronize", None), ("empty_cache", None),
+                         ("reset_peak_memory_stats", None), ("memory_allocated", 0),
+                         ("max_memory_allocated", 0)):  # fmt: skip
+        patch.setattr(torch.cuda, name, lambda *_, told=answer: told)
+
+
+def start_ranks_here(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Other ranks are this file instead of entry.py."""
+    from holdfast.engine.ranks import group
+
+    program = folder / "rank"
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{__file__}" "$@"\n')
+    program.chmod(0o755)
+    path = os.pathsep.join(one for one in sys.path if one)
+    patch.setenv("PYTHONPATH", path)
+    patch.setattr(group, "sys", SimpleNamespace(executable=str(program)))
+
+
+def main() -> Any:
+    from holdfast.engine.ranks import entry
+
+    install(pytest.MonkeyPatch())
+    sys.argv = [sys.argv[0], *sys.argv[-3:]]
+    return entry.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,320 @@
+"""Processes that share one GPU and exchange numbers over CUDA IPC: started, given one another's memory, and asked to
+run a function of this file each. What they print, and how they end, is in what a failure says."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+START_S, ANSWER_S = 120.0, 120.0
+SLOT_BYTES = 64 << 10
+POISON = float("nan")
+KINDS = (torch.float32, torch.float16, torch.bfloat16)
+ROUNDING = {torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
+"""Twice the largest relative error of one rounding."""
+
+
+class ExchangeProcesses:
+    """`size` ranks on GPU 0. `together(function, ...)` runs it as function(collectives, rank, size, ...) in each."""
+
+    def __init__(self, folder: Path, size: int = 2, *, limit_s: float = 60.0) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._logs = [folder / f"rank-{size}-{rank}.log" for rank in range(size)]
+        self._connections, self._processes = list[Connection](), list[Any]()
+        for rank, log in enumerate(self._logs):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_main, args=(rank, size, theirs, str(log), limit_s), daemon=True)
+            process.start()
+            theirs.close()
+            self._connections.append(ours)
+            self._processes.append(process)
+        handles = self._answers("the handle of its memory", START_S)
+        self._tell(handles)
+        self._answers("that it has mapped the others", START_S)
+
+    def together(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = ANSWER_S) -> list[Any]:
+        self._tell((function.__name__, arguments))
+        return self._answers(function.__name__, timeout_s)
+
+    def _tell(self, message: Any) -> None:
+        for connection in self._connections:
+            connection.send(message)
+
+    def _answers(self, what: str, timeout_s: float) -> list[Any]:
+        deadline, found, problems = time.monotonic() + timeout_s, list[Any](), list[str]()
+        for rank, connection in enumerate(self._connections):
+            try:
+                if not connection.poll(max(0.0, deadline - time.monotonic())):
+                    problems.append(f"rank {rank} has not answered {what} within {timeout_s:g} s")
+                    continue
+                kind, value = connection.recv()
+            except (EOFError, OSError) as error:
+                problems.append(f"rank {rank} has ended ({error!r}), exit code {self._processes[rank].exitcode}")
+                continue
+            found.append(value)
+            if kind == "failed":
+                problems.append(f"rank {rank} failed in {what}:\n{value}")
+        if problems:
+            logs = "\n".join(f"--- log of rank {rank}:\n{log.read_text()}" for rank, log in enumerate(self._logs))
+            raise AssertionError("\n".join(problems) + "\n" + logs)
+        return found
+
+    def close(self) -> None:
+        for connection in self._connections:
+            with contextlib.suppress(OSError):
+                connection.send(None)
+        for process in self._processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _main(rank: int, size: int, connection: Connection, log: str, limit_s: float) -> None:
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1)
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(START_S + ANSWER_S, repeat=True)
+    from holdfast.execution.parallel.gpu.exchange import ExchangeCollectives
+    from holdfast.execution.parallel.gpu.peer_memory import PeerMemory
+    from holdfast.footprint.gpu import exchange_memory_bytes
+
+    try:
+        device = torch.device("cuda", 0)
+        torch.cuda.set_device(device)
+        memory = PeerMemory(exchange_memory_bytes(SLOT_BYTES), device)
+        connection.send(("done", memory.handle))
+        places = memory.open_peers(connection.recv(), rank)
+        print(f"rank {rank}: memory at {[hex(place) for place in places]}")
+        collectives = ExchangeCollectives(memory, places, rank, SLOT_BYTES, limit_s=limit_s)
+        connection.send(("done", None))
+    except BaseException:
+        connection.send(("failed", traceback.format_exc()))
+        return
+    while (asked := connection.recv()) is not None:
+        name, arguments = asked
+        try:
+            connection.send(("done", globals()[name](collectives, rank, size, *arguments)))
+        except BaseException:
+            connection.send(("failed", traceback.format_exc()))
+            return
+    torch.cuda.synchronize()
+    collectives.close()
+
+
+def numbers(rank: int, count: int, kind: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """What a rank has, known to all."""
+    generator = torch.Generator().manual_seed(1_000_003 * seed + 7919 * count + rank)
+    return torch.randn(count, generator=generator, dtype=torch.float64).to(kind)
+
+
+def exact_sum(size: int, count: int, kind: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return sum((numbers(rank, count, kind, seed).double() for rank in range(size)), torch.zeros(count).double())
+
+
+def _guarded(content: torch.Tensor, offset: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """On the GPU with poison around it, and itself."""
+    around = torch.full((offset + len(content) + 64,), POISON, dtype=content.dtype, device="cuda")
+    inside = around[offset : offset + len(content)]
+    inside.copy_(content)
+    return around, inside
+
+
+def _require_guard(around: torch.Tensor, offset: int, count: int, what: str) -> None:
+    outside = torch.cat([around[:offset], around[offset + count :]])
+    assert bool(outside.isnan().all()), f"{what}: something was written beside it"
+
+
+def sums(collectives: Any, rank: int, size: int, count: int, offset: int) -> list[str]:
+    """Every kind of number, one shot and two, alone and onto something; returns the bits, the same on all ranks."""
+    bits = list[str]()
+    for kind in KINDS:
+        exact = exact_sum(size, count, kind)
+        magnitude = sum(numbers(one, count, kind).double().abs() for one in range(size))
+        for two_shot in (False, True, None):
+            what = f"{kind} x {count} at {offset}, two_shot={two_shot}"
+            around, x = _guarded(numbers(rank, count, kind), offset)
+            collectives.all_reduce(x, two_shot=two_shot)
+            torch.cuda.synchronize()
+            collectives.check()
+            _require_guard(around, offset, count, what)
+            error = (x.cpu().double() - exact).abs() - ROUNDING[kind] * exact.abs() - 1e-6 * magnitude
+            worst = int(error.argmax())
+            assert float(error.max()) <= 0, (
+                f"{what}: {float(x[worst])} at {worst} of {count} and not {float(exact[worst])};"
+                f" {int((error > 0).sum())} are wrong, the first at {int((error > 0).nonzero()[0])}"
+            )
+            bits.append(x.cpu().view(torch.uint8).numpy().tobytes().hex()[:256])
+            base = numbers(99, count, kind)
+            around, onto = _guarded(base, offset)
+            _, x = _guarded(numbers(rank, count, kind), offset)
+            collectives.add_reduced(x, onto, two_shot=two_shot)
+            torch.cuda.synchronize()
+            collectives.check()
+            _require_guard(around, offset, count, f"{what} onto")
+            wanted = exact + base.double()
+            error = (onto.cpu().double() - wanted).abs()
+            allowed = ROUNDING[kind] * (wanted.abs() + exact.abs()) + 2e-6 * (magnitude + base.double().abs())
+            assert bool((error <= allowed).all()), f"{what} onto: off by {float((error - allowed).max())} too much"
+            bits.append(onto.cpu().view(torch.uint8).numpy().tobytes().hex()[:256])
+    return bits
+
+
+def gathers(collectives: Any, rank: int, size: int, rows: int, widths: tuple[int, ...]) -> None:
+    for kind in (*KINDS, torch.int32):
+        parts = [(100 * numbers(one, rows * width, torch.float32)).to(kind) for one, width in enumerate(widths)]
+        part = parts[rank].view(rows, widths[rank]).cuda()
+        out = torch.full((rows, sum(widths)), -7, dtype=kind, device="cuda") if rank == 0 else None
+        collectives.gather(part, list(widths), out)
+        torch.cuda.synchronize()
+        collectives.check()
+        if out is not None:
+            wanted = torch.cat([one.view(rows, width) for one, width in zip(parts, widths, strict=True)], 1)
+            wrong = (out.cpu() != wanted).nonzero()
+            assert not len(wrong), f"{kind} {rows} x {widths}: {len(wrong)} are wrong, the first at {wrong[0].tolist()}"
+
+
+def broadcasts(collectives: Any, rank: int, size: int, count: int) -> None:
+    for kind in (torch.int32, torch.int64, torch.bfloat16, torch.uint8):
+        told = torch.arange(count).remainder(251).to(kind)
+        x = (told if rank == 0 else torch.full_like(told, 99)).cuda()
+        collectives.broadcast(x)
+        torch.cuda.synchronize()
+        collectives.check()
+        assert torch.equal(x.cpu(), told), f"{kind} x {count}: {x.cpu()[:8].tolist()}"
+
+
+def replays(collectives: Any, rank: int, size: int, times: int) -> float:
+    """A graph with every kind of exchange, which goes on counting from replay to replay. Returns seconds."""
+    count, widths = 1000, [5 + rank for rank in range(size)]
+    turn = torch.zeros(1, device="cuda")
+    x, y = torch.zeros(count, device="cuda"), torch.zeros(count, device="cuda", dtype=torch.bfloat16)
+    total, wide = torch.zeros(count, dtype=torch.float64, device="cuda"), torch.zeros(count, device="cuda")
+    part = torch.zeros((3, widths[rank]), device="cuda")
+    out = torch.zeros((3, sum(widths)), device="cuda") if rank == 0 else None
+    gathered = torch.zeros(1, dtype=torch.float64, device="cuda")
+    token, tokens = torch.zeros(3, dtype=torch.int32, device="cuda"), torch.zeros(3, dtype=torch.int64, device="cuda")
+
+    def step() -> None:
+        turn.add_(1)
+        x.copy_(turn.expand(count) * (rank + 1))
+        collectives.all_reduce(x, two_shot=False)
+        total.add_(x)
+        y.fill_(rank + 1)
+        collectives.all_reduce(y, two_shot=True)
+        wide.add_(y)
+        part.copy_(turn.expand_as(part) + rank)
+        collectives.gather(part, widths, out)
+        if out is not None:
+            gathered.add_(out.sum())
+        token.copy_(turn.expand(3) + (0 if rank == 0 else 1000))
+        collectives.broadcast(token)
+        tokens.add_(token)
+
+    step()
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        graph.capture_begin(capture_error_mode="thread_local")
+        step()
+        graph.capture_end()
+    torch.cuda.synchronize()
+    began_s = time.monotonic()
+    for _ in range(times - 1):
+        graph.replay()
+    torch.cuda.synchronize()
+    took_s = time.monotonic() - began_s
+    collectives.check()
+    turns, ones = times * (times + 1) // 2, size * (size + 1) // 2
+    assert float(turn) == times, f"{float(turn)} steps and not {times}"
+    assert total.eq(turns * ones).all(), f"one shot: {total[:4].tolist()} and not {turns * ones}"
+    assert wide.eq(times * ones).all(), f"two shots: {wide[:4].tolist()} and not {times * ones}"
+    assert tokens.eq(turns).all(), f"broadcast: {tokens.tolist()} and not {turns}"
+    if out is not None:
+        wanted = 3 * sum(width * (turns + one * times) for one, width in enumerate(widths))
+        assert float(gathered) == wanted, f"gather: {float(gathered)} and not {wanted}"
+    return took_s
+
+
+def lonely(collectives: Any, rank: int, size: int, limit_s: float) -> tuple[str, float]:
+    """Only rank 0 comes: what it says, and after how long."""
+    if rank:
+        time.sleep(limit_s + 1.0)
+        return "", 0.0
+    collectives.limit(limit_s)
+    x, began_s = torch.ones(5000, device="cuda"), time.monotonic()
+    collectives.all_reduce(x)
+    collectives.all_reduce(x, two_shot=True)
+    torch.cuda.synchronize()
+    took_s = time.monotonic() - began_s
+    try:
+        collectives.check()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", took_s
+    return "nothing", took_s
+
+
+def given_up(collectives: Any, rank: int, size: int) -> tuple[str, float]:
+    """Rank 0 waits for one that never comes, until another thread of it gives up."""
+    import threading
+
+    if rank:
+        return "", 0.0
+    timer = threading.Timer(0.5, collectives.give_up)
+    x, began_s = torch.ones(5000, device="cuda"), time.monotonic()
+    collectives.all_reduce(x)
+    timer.start()
+    torch.cuda.synchronize()
+    took_s = time.monotonic() - began_s
+    try:
+        collectives.check()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", took_s
+    return "nothing", took_s
+
+
+def nccl_alone(log: str) -> None:
+    """A group of one rank, which is what NCCL has on one GPU: every call, and all of them in a graph."""
+    from holdfast.execution.parallel.gloo import open_store
+    from holdfast.execution.parallel.gpu.nccl import NcclCollectives
+
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    collectives = NcclCollectives(open_store(None, 1), 0, 1, device, limit_s=60.0)
+    x, onto, out = torch.ones(100, device=device), torch.ones(100, device=device), torch.zeros((4, 25), device=device)
+
+    def step() -> None:
+        collectives.all_reduce(x)
+        collectives.add_reduced(x, onto)
+        collectives.gather(x.view(4, 25), [25], out)
+        collectives.broadcast(x)
+
+    step()
+    torch.cuda.synchronize()
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        graph.capture_begin(capture_error_mode="thread_local")
+        step()
+        graph.capture_end()
+    for _ in range(10):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert onto.eq(12).all(), onto
+    assert out.eq(1).all(), out
+    collectives.close()

@@ -1,0 +1,165 @@
+"""Ranks of one model as threads, each with the runner of a GPU: kernels run in Triton's interpreter.
+One rank runs at a time; others run while it waits for them. The collectives are those of CPU ranks."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from tiny_gpu import Tiny
+
+from holdfast.checkpoints import match
+from holdfast.checkpoints.checkpoint import Checkpoint
+from holdfast.execution.batch import RunnerLimits
+from holdfast.execution.gpu.runner import GpuRunner
+from holdfast.execution.parallel.gpu.share import GpuRankShare
+from holdfast.execution.parallel.segment import Segment, SegmentLayout
+from holdfast.execution.parallel.shared_memory import SharedMemoryCollectives
+from holdfast.execution.weights.load import load_weights
+from holdfast.models.shards import shard_spec
+from holdfast.planner.sizing.shards import divide
+from holdfast.records import StepPlan, StepResult, TokenMasks
+
+CPU = torch.device("cpu")
+DEADLINE_S = 120.0
+
+
+class TurnCollectives:
+    """`turn`: held by the rank that runs."""
+
+    name = "turns"
+
+    def __init__(self, own: SharedMemoryCollectives, turn: threading.Lock) -> None:
+        self._own, self._turn, self.rank, self.size = own, turn, own.rank, own.size
+        self.calls: list[tuple[str, tuple[int, ...]]] = []
+
+    @contextmanager
+    def _others_run(self, name: str, x: torch.Tensor) -> Iterator[None]:
+        self.calls.append((name, tuple(x.shape[:1])))
+        self._turn.release()
+        try:
+            yield
+        finally:
+            self._turn.acquire()
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        assert x.is_contiguous()
+        with self._others_run("all_reduce", x):
+            self._own.all_reduce(x)
+
+    def add_reduced(self, x: torch.Tensor, onto: torch.Tensor) -> None:
+        self.all_reduce(x)
+        onto.add_(x)
+
+    def gather(self, part: torch.Tensor, widths: Sequence[int], out: torch.Tensor | None) -> None:
+        assert part.is_contiguous()
+        with self._others_run("gather", part):
+            self._own.gather(part, widths, out)
+
+    def broadcast(self, x: torch.Tensor) -> None:
+        with self._others_run("broadcast", x):
+            self._own.broadcast(x)
+
+    def limit(self, limit_s: float) -> None: ...
+
+    def check(self) -> None: ...
+
+    def give_up(self) -> None: ...
+
+    def close(self) -> None:
+        self._own.close()
+
+
+class GpuThreadRanks:
+    """A runner as the engine loop has it."""
+
+    def __init__(
+        self, tiny: Tiny, checkpoint: Any, size: int, limits: RunnerLimits, blocks: int, **loading: Any
+    ) -> None:
+        spec, layout = tiny.spec, tiny.layout()
+        self.shards = divide(spec, match(spec, checkpoint()), size)
+        shared, self._turn, self._failed = SegmentLayout(size, 4096), threading.Lock(), threading.Event()
+        first, self.runners, self.collectives = Segment(shared), list[GpuRunner](), list[TurnCollectives]()
+        self._pool = ThreadPoolExecutor(size)
+        for shard in self.shards:
+            own, segment = (
+                shard_spec(spec, shard),
+                first if shard.rank == 0 else Segment(shared, os.dup(first.descriptor)),
+            )
+            turns = TurnCollectives(SharedMemoryCollectives(segment, shard.rank, self._look), self._turn)
+            weights = load_weights(
+                own,
+                checkpoint(),
+                dtype=torch.float32,
+                device=CPU,
+                whole=spec,
+                pack=False,
+                **{"expand": True, **loading},
+            )
+            share = GpuRankShare(
+                turns, [one.vocab for one in self.shards], limits.max_num_seqs, limits.max_num_batched_tokens,
+                torch.float32, CPU,
+            )  # fmt: skip
+            runner = GpuRunner(own, weights, replace(layout, kv_heads=own.kv_heads), limits, CPU, share=share)
+            runner.back_kv(blocks)
+            self.runners.append(runner)
+            self.collectives.append(turns)
+
+    def _look(self, waited_s: float) -> None:
+        if self._failed.is_set() or waited_s > DEADLINE_S:
+            raise AssertionError("another rank has failed, or does not come")
+
+    def together(self, work: Any) -> list[Any]:
+        """`work(rank)` on every rank at once."""
+
+        def run(rank: int) -> Any:
+            with self._turn:
+                try:
+                    return work(rank)
+                except BaseException:
+                    self._failed.set()
+                    raise
+
+        running = [self._pool.submit(run, rank) for rank in range(len(self.runners))]
+        problems = [error for one in running if (error := one.exception()) is not None]
+        if problems:
+            raise next((error for error in problems if not isinstance(error, AssertionError)), problems[0])
+        return [one.result() for one in running]
+
+    def submit(self, plan: StepPlan, masks: TokenMasks | None = None) -> Any:
+        def run(rank: int) -> StepResult | None:
+            step = self.runners[rank].submit(plan, masks if rank == 0 else None)
+            return step.result() if rank == 0 else None
+
+        return _Done(self.together(run)[0])
+
+    @property
+    def most_blocks(self) -> int:
+        return self.runners[0].most_blocks
+
+    def close(self) -> None:
+        self._pool.shutdown()
+        for one in self.collectives:
+            one.close()
+
+
+class _Done:
+    late = ()
+
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+
+    def result(self) -> StepResult:
+        return self._result
+
+
+def checkpoint_of(tiny: Tiny) -> Any:
+    from holdfast.checkpoints.formats import safetensors
+
+    return lambda: Checkpoint(safetensors.read_headers(sorted(tiny.folder.glob("*.safetensors"))), "safetensors")

@@ -1,0 +1,184 @@
+"""Ranks on GPUs as a server plans them: which GPU each has, what it holds there, and what is refused before anything is
+loaded, by the rank that cannot be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from holdfast.cli.main import main
+from holdfast.config import EngineConfig
+from holdfast.config.sources import gather
+from holdfast.config.unsupported import NOT_WITH_RANKS, RANK_GPUS
+from holdfast.engine.ranks.cpu import segment_layout
+from holdfast.engine.startup.select_device import settle_device
+from holdfast.errors import ConfigurationError, DoesNotFitError
+from holdfast.execution.parallel.segment import SegmentLayout
+from holdfast.footprint.cpu import SLOT_PAGE_BYTES
+from holdfast.hardware.nvidia import NvidiaGpu, NvidiaMachine
+from holdfast.hardware.torch_build import TorchBuild
+from holdfast.models import from_config
+from holdfast.planner.serve.gpu_plan import make_gpu_plan
+from holdfast.planner.serve.gpu_ranks import gpus_of_ranks, tightest
+from holdfast.units import GIB, MIB
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096,
+    "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+}  # fmt: skip
+SPEC = from_config(LLAMA)
+
+
+def card(index: int, free_gib: int = 23, total_gib: int = 24, **others: Any) -> NvidiaGpu:
+    given = {"name": "NVIDIA GeForce RTX 4090", "capability": (8, 9)}
+    return NvidiaGpu(
+        index=index, uuid=f"GPU-{index}", total_bytes=total_gib * GIB, free_bytes=free_gib * GIB, **given | others
+    )
+
+
+@pytest.fixture(autouse=True)
+def _a_gpu_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RANK_GPUS, "0,1")
+
+
+def planned(gpus: list[NvidiaGpu], ranks: int = 2, **settings: Any) -> Any:
+    config = EngineConfig(device="cuda", tensor_parallel_size=ranks, **settings)
+    return make_gpu_plan(SPEC, None, config, gpus, name="llama")
+
+
+def test_a_model_that_one_gpu_does_not_hold_fits_on_two() -> None:
+    small = [card(index, free_gib=12, total_gib=12) for index in range(2)]
+    with pytest.raises(DoesNotFitError):
+        make_gpu_plan(SPEC, None, EngineConfig(device="cuda", offload=False), small[:1], name="llama")
+    plan = planned(small)
+    engine = plan.engine
+    assert [gpu.uuid for gpu in engine.rank_gpus] == ["GPU-0", "GPU-1"]
+    assert plan.tensor_parallel == 2
+    assert engine.rank_weights[0] == plan.terms["weights"]
+    assert sum(engine.rank_weights) < 1.01 * 2 * SPEC.parameters, "norms alone are on both"
+    assert engine.layout.kv_heads == 4, "of a rank's own pages"
+    assert plan.terms["exchange"] > 16 * MIB
+    assert sum(plan.terms.values()) <= plan.budget_bytes
+    assert any("rank 1 has" in decision.line() for decision in plan.decisions if decision.field == "device")
+
+
+def test_the_gpu_with_the_least_decides() -> None:
+    even, uneven = planned([card(0), card(1)]), planned([card(0), card(1, free_gib=14)])
+    assert uneven.engine.blocks < even.engine.blocks
+    assert uneven.budget_bytes == 14 * GIB
+    assert "rank 1 has the least" in next(one for one in uneven.decisions if one.field == "device").reason
+
+
+@pytest.mark.parametrize("device", ["cuda", "auto"])
+def test_ranks_on_gpus_are_refused_by_name_unless_their_gpus_are(
+    device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    here = NvidiaMachine(gpus=(card(0), card(1)), driver="580.65", cuda=(13, 0))
+    build = TorchBuild("2.13.0", "13.0")
+
+    def settled() -> EngineConfig:
+        return settle_device(EngineConfig(device=device, tensor_parallel_size=2), here=here, build=build)
+
+    assert settled().device == "cuda"
+    (line,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert line.startswith("tensor_parallel_size 2: ranks on GPUs are not proven")
+    assert "have not been run on real hardware" in line
+
+    monkeypatch.delenv(RANK_GPUS)
+    with pytest.raises(ConfigurationError, match="tensor_parallel_size is 2; ranks on GPUs are not proven") as caught:
+        settled()
+    assert (caught.value.code, caught.value.field) == (NOT_WITH_RANKS, "tensor_parallel_size")
+    assert "--device cpu" in str(caught.value.fix), "what works"
+    with pytest.raises(ConfigurationError, match="not proven"):
+        gpus_of_ranks(here.gpus, 2)
+    alone = settle_device(EngineConfig(device=device), here=here, build=build)
+    assert (alone.device, len(caplog.records)) == ("cuda", 1), "nothing is said of one"
+
+
+def test_stages_on_gpus_are_refused_whatever_the_environment_says() -> None:
+    """The variable opens ranks that divide layers; nothing on a GPU hands a stream on to another."""
+    with pytest.raises(ConfigurationError, match="layers are not divided into stages on GPUs yet") as caught:
+        EngineConfig(device="cuda", tensor_parallel_size=2, pipeline_parallel_size=2)
+    assert (caught.value.code, caught.value.field) == (NOT_WITH_RANKS, "pipeline_parallel_size")
+    assert "--device cpu" in str(caught.value.fix)
+    assert EngineConfig(device="cpu", tensor_parallel_size=2, pipeline_parallel_size=2).pipeline_parallel_size == 2
+
+
+def test_ranks_on_gpus_have_no_numbers_in_the_memory_of_the_host() -> None:
+    """Plans and orders alone: a page for each rank's slots, however large those on the GPU are."""
+    engine = planned([card(0), card(1)]).engine
+    assert engine.slot_bytes > SLOT_PAGE_BYTES
+    assert segment_layout(engine) == SegmentLayout(2, SLOT_PAGE_BYTES)
+
+
+def test_the_variable_is_not_taken_for_a_setting() -> None:
+    assert not gather([EngineConfig], {}, environment={RANK_GPUS: "0,0"}).values
+
+
+@pytest.mark.parametrize("listed", ["0,1", None])
+def test_a_plan_prints_no_command_that_is_refused(
+    listed: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor one that is taken only where the environment allows it."""
+    if listed is None:
+        monkeypatch.delenv(RANK_GPUS)
+    asked = ["plan", "llama-3.1-8b", "--for", "holdfast", "--brief", "--gpu"]
+    assert main([*asked, "rtx4090x2", "-tp", "2"]) == 1
+    said = " ".join(capsys.readouterr().out.replace("#", "").split())
+    assert "Holdfast does not support this yet: tensor_parallel_size is 2; ranks on GPUs are not proven" in said
+    assert "holdfast serve" not in said
+    assert main([*asked, "rtx4090"]) == 0
+    assert "holdfast serve" in capsys.readouterr().out
+
+
+def test_a_rank_without_a_gpu_is_named() -> None:
+    with pytest.raises(ConfigurationError, match="rank 1 has no GPU") as caught:
+        planned([card(0)])
+    assert caught.value.code == "HF133"
+    assert "CUDA_VISIBLE_DEVICES" in str(caught.value.fix)
+
+
+@pytest.mark.parametrize("listed", ["0", "0,1,1", "0,-1", "a,b", ""])
+def test_a_list_that_does_not_name_each_is_refused(listed: str) -> None:
+    with pytest.raises(ConfigurationError, match="does not name the GPU of each rank") as caught:
+        gpus_of_ranks([card(0), card(1)], 2, {RANK_GPUS: listed})
+    assert (caught.value.code, caught.value.fix) == ("HF133", f"{RANK_GPUS}=0,1")
+
+
+def test_unlike_gpus_are_refused_by_rank() -> None:
+    other = card(1, name="NVIDIA A100-PCIE-40GB", capability=(8, 0))
+    with pytest.raises(ConfigurationError, match="rank 1 has NVIDIA A100") as caught:
+        planned([card(0), other])
+    assert caught.value.code == NOT_WITH_RANKS
+
+
+def test_ranks_may_share_a_gpu_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RANK_GPUS, "0,0")
+    plan = planned([card(0, free_gib=60, total_gib=80)])
+    assert [gpu.uuid for gpu in plan.engine.rank_gpus] == ["GPU-0", "GPU-0"]
+    assert plan.budget_bytes == 30 * GIB, "half of what is free"
+
+
+def test_gpus_are_those_that_are_named_in_their_order() -> None:
+    gpus = [card(0, free_gib=3), card(1), card(2, free_gib=20), card(3)]
+    assert [gpu.index for gpu in gpus_of_ranks(gpus, 3, {RANK_GPUS: "3, 1,2"})] == [3, 1, 2]
+    rank, device = tightest([gpus[1], gpus[2]], 0.9)
+    assert (rank, device.free_bytes) == (1, 20 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"cpu_offload_gb": 4.0}, "cpu_offload_gb"),
+        ({"kv_ram": 4 * GIB}, "kv_ram"),
+        ({"enable_lora": True}, "enable_lora"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
+        ({"data_parallel_size": 2}, "data_parallel_size"),
+    ],
+)
+def test_what_ranks_on_gpus_cannot_do_yet_is_refused(settings: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        planned([card(0), card(1)], **settings)
+    assert (caught.value.code, caught.value.field) == (NOT_WITH_RANKS, field)
