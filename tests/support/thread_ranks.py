@@ -55,9 +55,10 @@ class ThreadRanks:
     ) -> None:
         loading = {"expand": True, "compiled": False, **loading}
         stored = match(spec, open_checkpoint())
-        nbytes = bytes_by_name(spec, stored, dtype="float32", expand=loading["expand"], compiled=loading["compiled"])
+        how = {name: loading.get(name) for name in ("expand", "compiled", "quantize")}
+        nbytes = bytes_by_name(spec, stored, dtype="float32", **how)
         self.stages = divide_stages(spec, nbytes, stages)
-        self.shards = divide(spec, stored, size) if size > 1 else ()
+        self.shards = divide(spec, stored, size, loading.get("quantize")) if size > 1 else ()
         groups, places = form_groups(
             [layer.window for layer in spec.layers], [(stage.first, stage.last) for stage in self.stages]
         )

@@ -82,7 +82,8 @@ def quantized_layout(tensor: TensorSpec, quantize: Quantize) -> ScaledLayout | N
         return None
     if quantize == "fp8":
         return _of_rank(ScaledLayout(codes="fp8", inputs="fp8"), tensor)
-    group = next((size for size in INT4_GROUPS if tensor.shape[-1] % size == 0), None)
+    columns = tensor.shape[-1] if tensor.piece is None else tensor.piece.whole[-1]  # All ranks have the same groups.
+    group = next((size for size in INT4_GROUPS if columns % size == 0), None)
     return None if group is None else ScaledLayout(codes="int4", scales="float16", group=group)
 
 

@@ -22,7 +22,9 @@ from holdfast.checkpoints.formats.gguf import read_header
 from holdfast.execution import native
 from holdfast.execution.runner import RunnerLimits
 from holdfast.execution.weights.load import load_weights
-from holdfast.models import from_config, from_gguf
+from holdfast.models import ModelSpec, from_config, from_gguf
+from holdfast.models.shards import shard_spec
+from holdfast.planner.sizing.shards import divide
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="ranks wait for one another by compiled code")
 
@@ -139,3 +141,37 @@ def test_codes_of_experts_are_divided(name: str, oracles: Callable[..., Any], tm
 
     rounded = FORMATS[name].inputs != "plain"
     assert_same_of_ranks(spec, opened, size=2, expand=False, compiled=True, rounded=rounded)
+
+
+@pytest.mark.parametrize("made", ["int4", "fp8"])
+def test_weights_are_quantized_by_ranks_as_by_one(made: str, oracles: Callable[..., Any]) -> None:
+    """While they are loaded: scales are of whole rows and groups, of which a rank has some columns."""
+    oracle = oracles("Llama", hidden_size=128, head_dim=64, intermediate_size=192, num_hidden_layers=2)
+    loading = {"quantize": made, "compiled": True, "expand": False}
+    asks = made == "fp8"
+    assert_same_of_ranks(oracle.spec, oracle.checkpoint, size=2, rounded=asks, in_python=asks, **loading)
+
+
+@pytest.mark.parametrize("name", ["awq", "w8a8-dynamic"])
+def test_dummies_of_codes_are_parts_of_those_of_one(name: str) -> None:
+    settings = {"architectures": ["LlamaForCausalLM"], "vocab_size": 300, "hidden_size": 128, "intermediate_size": 192}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    spec = from_config({**settings, **heads, "quantization_config": FORMATS[name].config})
+    shards = divide(spec, None, 2)
+
+    def matrices(own: ModelSpec) -> list[torch.Tensor]:
+        """Of o, down and qkv, as numbers."""
+        weights = load_weights(own, None, dtype=torch.float32, device=torch.device("cpu"), expand=False, whole=spec)
+        (layer,) = weights.layers
+        found = []
+        for linear in (layer.o, layer.mlp.down, layer.qkv):
+            matrix = getattr(linear, "base", linear).matrix
+            found.append(torch.empty((matrix.rows, matrix.columns)))
+            matrix.dequantize(0, matrix.rows, found[-1])
+        return found
+
+    whole, parts = matrices(spec), [matrices(shard_spec(spec, shard)) for shard in shards]
+    for place in (0, 1):
+        assert torch.equal(torch.cat([part[place] for part in parts], 1), whole[place])
+    queries = [torch.split(one[2], [2 * rows, rows, rows]) for one in parts for rows in [len(one[2]) // 4]]
+    assert torch.equal(torch.cat([torch.cat(of_all) for of_all in zip(*queries, strict=True)]), whole[2])

@@ -214,7 +214,7 @@ def test_dummies_of_four_bits_are_zero_on_the_average(zeros: bool) -> None:
     layout = ScaledLayout(codes="int4", scales="float16", group=128, zeros=zeros)
     matrix = ScaledMatrix(layout, 512, 512, CPU)
     tensor = TensorSpec(name="layers.0.up", shape=(512, 512), hf_name="up", gguf_name="")
-    fill_dummy_codes(matrix, 0, 512, tensor)
+    fill_dummy_codes(matrix, 0, tensor)
     matrix.dequantize(0, 512, found := torch.full((512, 512), torch.nan))
     assert abs(float(found.mean())) < 5 * float(found.std()) / 512
     assert float(found.std()) == pytest.approx(512**-0.5, rel=0.1)

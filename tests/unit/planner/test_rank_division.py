@@ -105,7 +105,6 @@ def test_a_size_that_cuts_blocks_is_refused_with_those_that_do_not() -> None:
         ({"enable_sleep_mode": True}, "enable_sleep_mode"),
         ({"idle_release": 60.0}, "idle_release"),
         ({"yield_to_neighbours": True}, "yield_to_neighbours"),
-        ({"quantization": "int4"}, "quantization"),
     ],
 )
 def test_what_ranks_cannot_do_is_refused_by_name(settings: dict[str, Any], field: str) -> None:
@@ -153,15 +152,29 @@ def test_columns_that_share_a_scale_are_not_cut() -> None:
     assert inner["nf4"] == [(0, 320), (320, 640)]
 
 
+EXPERTS: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256, "head_dim": 64,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("said", "refused"), [({}, True), ({"static_inputs": True}, False), ({"input_group": 128}, False)]
+    ("said", "settings", "refused"),
+    [
+        ({"activation_scheme": "dynamic"}, {}, True),
+        ({"activation_scheme": "static"}, {}, False),
+        ({"activation_scheme": "dynamic", "weight_block_size": [128, 128]}, {}, False),
+        (None, {"quantization": "fp8"}, True),
+        (None, {"quantization": "int4"}, False),
+    ],
 )
-def test_experts_that_round_whole_rows_are_refused(said: dict[str, Any], refused: bool) -> None:
-    config, spec = EngineConfig(model="m", tensor_parallel_size=2, device="cpu"), spec_of()
-    packing = PackedMatrix(Packing(method="fp8", inputs="fp8", granularity="channel", **said), {})
-    stored = {"layers.0.experts.down": StoredTensor("down", (4, 64, 64), "F8_E4M3", Path(), 0, 64, packed=packing)}
+def test_experts_that_round_whole_rows_are_refused(
+    said: dict[str, Any] | None, settings: dict[str, Any], refused: bool
+) -> None:
+    more = {} if said is None else {"quantization_config": {"quant_method": "fp8", **said}}
+    config, spec = EngineConfig(model="m", tensor_parallel_size=2, device="cpu", **settings), spec_of(**EXPERTS, **more)
     with pytest.raises(ConfigurationError, match="rounded by rows") if refused else contextlib.nullcontext():
-        refuse_with_ranks(config, spec, stored, compiled_kernels=True)
+        refuse_with_ranks(config, spec, None, compiled_kernels=True)
 
 
 def test_a_plan_for_a_cpu_has_the_ranks_of_a_server(tmp_path: Path) -> None:

@@ -315,31 +315,42 @@ class Loader:
                 fix=f"--device cpu, or {INSTEAD}",
                 field="quantization_config",
             )
-        rows, columns = tensor.shape[-2:]
         if self.checkpoint is None:
-            fill_dummy_codes(matrix, first, rows, tensor)
+            dummy = partial(fill_dummy_codes, tensor=whole_of(tensor), expert=expert)
+            self.fill_cut(matrix, first, tensor, dummy)
         elif self.stored[name].packed is not None:
             self.fill_packed(matrix, first, name, expert)
         else:
-            raw = self.raw(name) if expert is None else self.read_expert(name, expert)
-            if self.stored[name].layout == "MXFP4":
-                fill_mxfp4(matrix, first, raw.view(rows, -1).to(self.device), self.stored[name].name)
-            else:
-                plain = raw.view(PLAIN_TYPES[self.stored[name].layout]).view(rows, columns)
-                file_name = self.stored[name].name.replace("{expert}", str(expert))
-                fill_quantized(matrix, first, plain.to(self.device), file_name)
+            self.fill_plain_codes(matrix, first, name, expert)
         order = self.row_order(tensor) if expert is None else expert_rows(self, tensor, expert)
         if order is not None:
             reorder_rows(matrix, first, order.to(self.device), tensor)
 
-    def fill_packed(self, matrix: ScaledMatrix, first: int, name: str, expert: int | None) -> None:
-        """Of a rank the whole matrix for a moment: each format has its own order of codes."""
-        source, tensor = self.packed(name, matrix.layout, expert), self.tensors[name]
-        if tensor.piece is None:
-            source.fill(matrix, first)
+    def fill_plain_codes(self, matrix: ScaledMatrix, first: int, name: str, expert: int | None) -> None:
+        """What is stored as GGUF's MXFP4, or as numbers that are quantized now."""
+        stored, tensor = self.stored[name], self.tensors[name]
+        if stored.layout == "MXFP4":
+            raw = self.raw(name) if expert is None else self.read_expert(name, expert)
+            fill_mxfp4(matrix, first, raw.view(tensor.shape[-2], -1).to(self.device), stored.name)
             return
-        whole = ScaledMatrix(matrix.layout, source.rows, source.columns, self.device)
-        source.fill(whole, 0)
+        raw = self.whole_bytes(name, expert).view(PLAIN_TYPES[stored.layout])
+        plain = raw.view(whole_of(tensor).shape[-2:]).to(self.device)
+        file_name = stored.name.replace("{expert}", str(expert))
+        self.fill_cut(matrix, first, tensor, lambda target, row: fill_quantized(target, row, plain, file_name))
+
+    def fill_packed(self, matrix: ScaledMatrix, first: int, name: str, expert: int | None) -> None:
+        self.fill_cut(matrix, first, self.tensors[name], self.packed(name, matrix.layout, expert).fill)
+
+    def fill_cut(
+        self, matrix: ScaledMatrix, first: int, tensor: TensorSpec, fill: Callable[[ScaledMatrix, int], None]
+    ) -> None:
+        """Of a rank the whole matrix for a moment: formats have their own orders of codes, and scales of whole rows."""
+        if tensor.piece is None:
+            fill(matrix, first)
+            return
+        rows, columns = tensor.piece.whole[-2:]
+        whole = ScaledMatrix(matrix.layout, rows, columns, self.device)
+        fill(whole, 0)
         cut_scaled(matrix, first, whole, tensor)
 
     def packed(self, name: str, layout: ScaledLayout, expert: int | None = None) -> PackedSource:
@@ -430,14 +441,22 @@ class Loader:
         return torch.from_numpy(self.checkpoint.read(self.stored[name].name))
 
     def read_expert(self, name: str, expert: int) -> torch.Tensor:
-        """One expert's matrix of a stack, which GGUF keeps whole and safetensors one by one."""
+        """One expert's matrix of a stack, or this rank's part of it."""
         assert self.checkpoint is not None
-        stored, experts = self.stored[name].name, self.tensors[name].experts
+        stored = self.stored[name].name
         if self.tensors[name].piece is not None:
             return read_piece(self.checkpoint, stored.replace("{expert}", str(expert)), self.tensors[name], expert)
+        return self.whole_bytes(name, expert)
+
+    def whole_bytes(self, name: str, expert: int | None) -> torch.Tensor:
+        """Of a matrix, or of one expert's of a stack, which GGUF keeps whole and safetensors one by one."""
+        assert self.checkpoint is not None
+        stored = self.stored[name].name
+        if expert is None:
+            return self.bring(stored)
         if "{expert}" in stored:
             return self.read_whole(stored.replace("{expert}", str(expert)))
-        return torch.from_numpy(self.checkpoint.read(stored, part=expert, parts=experts))
+        return torch.from_numpy(self.checkpoint.read(stored, part=expert, parts=self.tensors[name].experts))
 
     def row_order(self, tensor: TensorSpec) -> torch.Tensor | None:
         """Which stored row becomes each row; None: they are in order."""

@@ -7,13 +7,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 
-from holdfast.checkpoints import StoredTensor
+from holdfast.checkpoints import StoredTensor, packing_of
 from holdfast.config import EngineConfig
 from holdfast.config.offload import offload_request
 from holdfast.config.quantization import MADE_WHILE_LOADING
 from holdfast.config.unsupported import NOT_WITH_RANKS
 from holdfast.errors import ConfigurationError
-from holdfast.models import ModelSpec, QuantSpec
+from holdfast.models import ModelSpec, TensorSpec
 
 ONE_RANK = "leave --tensor-parallel-size and --pipeline-parallel-size out"
 
@@ -27,9 +27,9 @@ def refuse_with_ranks(
     if not several:
         return
     for field, what, fix in (
-        *_of_settings(config, spec.quantization),
+        *_of_settings(config),
         *(_of_gpus(config, spec, stored) if config.device == "cuda" else ()),
-        *(_of_divided_layers(spec, stored) if config.tensor_parallel_size > 1 else ()),
+        *(_of_divided_layers(config, spec, stored) if config.tensor_parallel_size > 1 else ()),
         *_of_model(spec),
         *_of_machine(config, compiled_kernels),
     ):
@@ -46,7 +46,7 @@ _Reason = tuple[str, str, str]
 """Setting, reason, fix."""
 
 
-def _of_settings(config: EngineConfig, quantization: QuantSpec | None) -> Iterator[_Reason]:
+def _of_settings(config: EngineConfig) -> Iterator[_Reason]:
     if config.kv_store is not None:
         yield "kv_store", "a store of KV pages is not shared by ranks yet", f"leave --kv-store out, or {ONE_RANK}"
     if config.nvme_path is not None:
@@ -59,15 +59,17 @@ def _of_settings(config: EngineConfig, quantization: QuantSpec | None) -> Iterat
         field = "idle_release" if config.idle_release else "yield_to_neighbours"
         reason = "a KV pool of several ranks does not give memory up by itself yet"
         yield field, reason, f"leave --{field.replace('_', '-')} out, or {ONE_RANK}"
-    if config.asked_quantization in MADE_WHILE_LOADING and quantization is None:
-        reason = "weights are not quantized while several ranks load them yet"
-        yield "quantization", reason, f"leave --quantization out, or {ONE_RANK}"
 
 
 def _of_gpus(config: EngineConfig, spec: ModelSpec, stored: Mapping[str, StoredTensor] | None) -> Iterator[_Reason]:
     if config.enable_lora:
         reason = "LoRA adapters are not divided among ranks on GPUs yet"
         yield "enable_lora", reason, f"leave --enable-lora out, or {ONE_RANK}"
+    if config.asked_quantization in MADE_WHILE_LOADING and spec.quantization is None:
+        reason = "weights are not quantized while several ranks load them to GPUs yet"
+        yield "quantization", reason, f"leave --quantization out, or {ONE_RANK}"
+    if spec.quantization is not None and stored is None:
+        yield "load_format", "dummies of a quantized model are not divided among ranks on GPUs", ONE_RANK
     if any(one.packed.packing.inputs != "plain" for one in (stored or {}).values() if one.packed is not None):
         reason = "products of these weights round their inputs, which ranks on GPUs would do each by its own part"
         yield "tensor_parallel_size", reason, ONE_RANK
@@ -89,22 +91,30 @@ def _of_gpus(config: EngineConfig, spec: ModelSpec, stored: Mapping[str, StoredT
         yield "kv_ram", reason, f"leave --kv-ram out, or {ONE_RANK}"
 
 
-def _of_divided_layers(spec: ModelSpec, stored: Mapping[str, StoredTensor] | None) -> Iterator[_Reason]:
+def _of_divided_layers(
+    config: EngineConfig, spec: ModelSpec, stored: Mapping[str, StoredTensor] | None
+) -> Iterator[_Reason]:
     packings = [one.packed.packing for one in (stored or {}).values() if one.packed is not None]
-    if spec.quantization is not None and stored is None:
-        yield "load_format", "dummies of a quantized model are not divided among ranks", ONE_RANK
     if any(packing.act_order for packing in packings):
         yield "tensor_parallel_size", "the columns of these weights have an order of their own (act-order)", ONE_RANK
-    if any(_rounds_rows(one) for name, one in (stored or {}).items() if name.endswith(".experts.down")):
+    if any(_rounds_rows(one, config, spec, stored) for one in spec.tensors if one.name.endswith(".experts.down")):
         reason = "what comes into an expert's last matrix is rounded by rows, which ranks would do each by its own part"
         yield "tensor_parallel_size", reason, ONE_RANK
     if spec.decoder.query_key_norm == "whole":
         yield "tensor_parallel_size", "this model norms the queries of all heads together", ONE_RANK
 
 
-def _rounds_rows(stored: StoredTensor) -> bool:
+def _rounds_rows(
+    tensor: TensorSpec, config: EngineConfig, spec: ModelSpec, stored: Mapping[str, StoredTensor] | None
+) -> bool:
     """Its inputs have one scale a row, which is found when they come."""
-    packing = None if stored.packed is None else stored.packed.packing
+    if spec.quantization is None:
+        return config.asked_quantization == "fp8"
+    if stored is None:
+        packing = packing_of(spec.quantization, tensor, spec.stored_dtype)
+    else:
+        found = stored[tensor.name].packed if tensor.name in stored else None
+        packing = None if found is None else found.packing
     return packing is not None and packing.inputs != "plain" and not packing.static_inputs and not packing.input_group
 
 

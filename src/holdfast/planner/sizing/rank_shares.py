@@ -185,7 +185,7 @@ def rank_shares(
     """Of `size` ranks in each of so many stages. How weights are held decides what a stage's layers take. Raises
     ConfigurationError for sizes that cannot be."""
     whole = weights.held
-    shards = divide(whole.spec, whole.stored, size) if size > 1 else ()
+    shards = divide(whole.spec, whole.stored, size, whole.quantize) if size > 1 else ()
     divided: tuple[LayerStage, ...] = ()
     if stages > 1:
         nbytes = whole.by_name(dtype=dtype, expand=expand, compiled=compiled)
