@@ -93,7 +93,8 @@ class ThreadRanks:
             weights = load_weights(own, open_checkpoint(), dtype=torch.float32, device=CPU, whole=spec, **loading)
             share = None
             if link.collectives is not None:
-                share = RankShare(link.collectives, [one.vocab for one in self.shards], rows, torch.float32)
+                vocab, held = ([getattr(one, part) for one in self.shards] for part in ("vocab", "kv_heads"))
+                share = RankShare(link.collectives, vocab, rows, torch.float32, held)
             layout = self.layout.of_layers(stage.first, stage.last, own.kv_heads)
             runner = Runner(
                 own,

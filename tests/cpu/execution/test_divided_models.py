@@ -41,12 +41,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {"num_attention_heads": 14, "hidden_size": 112, "tie_word_embeddings": True}),
     "gemma3": ("Gemma3", GEMMA3),
     "phi3": ("Phi3", {}),
+    "olmo2": ("Olmo2", {"num_key_value_heads": 2}),
     "granite": ("Granite", {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 1.7}),
     "starcoder2": ("Starcoder2", {"norm_epsilon": 1e-4}),
     "qwen3-moe": ("Qwen3Moe", {**EXPERTS, "head_dim": 24, "norm_topk_prob": True, "mlp_only_layers": [0]}),
     "qwen2-moe": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 40, "decoder_sparse_step": 2}),
 }
-SIZES = {"nine-heads": (2, 3, 4, 5), "qwen2": (2, 4), "gemma3": (2, 4), "qwen3-moe": (2, 4)}
+SIZES = {"nine-heads": (2, 3, 4, 5), "qwen2": (2, 4), "gemma3": (2, 4), "olmo2": (2, 4), "qwen3-moe": (2, 4)}
 DEAR = {("nine-heads", 3), ("nine-heads", 4), ("gemma3", 4)}
 """Whose division others of the same family show too."""
 

@@ -17,9 +17,13 @@ from holdfast.checkpoints import LAYOUTS, Packing, StoredTensor
 from holdfast.checkpoints.files import PackedMatrix
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigurationError
+from holdfast.footprint.cpu import STAGING_BYTES
+from holdfast.footprint.identity_key import Same
 from holdfast.models import ModelSpec, from_config
 from holdfast.models.shards import Shard, shard_spec
 from holdfast.planner.serve.ranks import NOT_WITH_RANKS, refuse_with_ranks
+from holdfast.planner.sizing.engine_weights import EngineWeights
+from holdfast.planner.sizing.rank_shares import rank_shares
 from holdfast.planner.sizing.shards import divide
 
 LLAMA: dict[str, Any] = {
@@ -117,10 +121,6 @@ def test_what_ranks_cannot_do_is_refused_by_name(settings: dict[str, Any], field
 
 def test_models_and_machines_that_ranks_lack_are_refused() -> None:
     config = EngineConfig(model="m", tensor_parallel_size=2, device="cpu")
-    normed = spec_of()
-    normed = replace(normed, decoder=replace(normed.decoder, query_key_norm="whole"))
-    with pytest.raises(ConfigurationError, match="norms the queries of all heads together"):
-        refuse_with_ranks(config, normed, None, compiled_kernels=True)
     with pytest.raises(ConfigurationError, match="compiled code, which this installation has not got"):
         refuse_with_ranks(config, spec_of(), None, compiled_kernels=False)
     refuse_with_ranks(config, spec_of(), None, compiled_kernels=True)
@@ -175,6 +175,27 @@ def test_experts_that_round_whole_rows_are_refused(
     config, spec = EngineConfig(model="m", tensor_parallel_size=2, device="cpu", **settings), spec_of(**EXPERTS, **more)
     with pytest.raises(ConfigurationError, match="rounded by rows") if refused else contextlib.nullcontext():
         refuse_with_ranks(config, spec, None, compiled_kernels=True)
+
+
+def test_what_ranks_read_at_a_time_is_counted_for_each() -> None:
+    """Rows and columns as they are cut; a quantized matrix whole, beside what it becomes."""
+    spec = spec_of(vocab_size=32000, num_attention_heads=8, num_key_value_heads=4, hidden_size=512)
+
+    def staging(stored: dict[str, StoredTensor], size: int, stages: int = 1) -> int:
+        how = {"dtype": "float32", "expand": False, "compiled": True}
+        return rank_shares(Same(EngineWeights(spec, stored)), size, stages, **how).staging_bytes(**how)
+
+    plain = stored_as(spec, "F32")
+    largest = plain["embed"].nbytes
+    assert staging(plain, 1) == STAGING_BYTES + largest
+    assert staging(plain, 2) == 2 * STAGING_BYTES + largest
+    assert staging(plain, 4) == 4 * (STAGING_BYTES + largest // 4)
+    packed = packed_as(spec, method="fp8", inputs="fp8", granularity="channel")
+    gate, small = packed["layers.0.gate"], replace(spec, tensors=tuple(one for one in spec.tensors if one.layer == 0))
+    codes = 1536 * 512 + 1536 * 4  # With a scale for each row.
+    how = {"dtype": "float32", "expand": False, "compiled": True}
+    ranks = rank_shares(Same(EngineWeights(small, packed)), 2, **how)
+    assert ranks.staging_bytes(**how) == 2 * (STAGING_BYTES + gate.nbytes + codes)
 
 
 def test_a_plan_for_a_cpu_has_the_ranks_of_a_server(tmp_path: Path) -> None:

@@ -103,10 +103,6 @@ def test_stages_may_do_what_divided_layers_may_not() -> None:
     with pytest.raises(ConfigurationError, match="pipeline_parallel_size is 2, and a store of KV pages") as caught:
         refuse_with_ranks(config, spec, None, compiled_kernels=True)
     assert caught.value.code == NOT_WITH_RANKS
-    olmo = from_config(LLAMA | {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"})
-    refuse_with_ranks(EngineConfig(pipeline_parallel_size=2), olmo, None, compiled_kernels=True)
-    with pytest.raises(ConfigurationError, match="norms the queries of all heads together"):
-        refuse_with_ranks(EngineConfig(tensor_parallel_size=2), olmo, None, compiled_kernels=True)
 
 
 def test_a_plan_of_the_405b_has_a_row_for_each_of_32_ranks() -> None:

@@ -32,7 +32,7 @@ from holdfast.execution.loading.expert_reads import ExpertReads
 from holdfast.execution.loading.staged_reads import StagedReads, expected_names, staged_reads
 from holdfast.execution.memory import MakeTensor, PeakMemory, exact_tensor, trim_memory
 from holdfast.execution.native import BlockMatrix
-from holdfast.execution.parallel.pieces import cut_scaled, fill_piece, read_piece, whole_of
+from holdfast.execution.parallel.pieces import fill_cut, fill_piece, read_piece, whole_of
 from holdfast.execution.streaming.device_experts import DeviceExperts
 from holdfast.execution.streaming.device_layers import DeviceLayers
 from holdfast.execution.streaming.layer_slots import LayerSlots
@@ -317,9 +317,9 @@ class Loader:
             )
         if self.checkpoint is None:
             dummy = partial(fill_dummy_codes, tensor=whole_of(tensor), expert=expert)
-            self.fill_cut(matrix, first, tensor, dummy)
+            fill_cut(matrix, first, tensor, dummy)
         elif self.stored[name].packed is not None:
-            self.fill_packed(matrix, first, name, expert)
+            fill_cut(matrix, first, tensor, self.packed(name, matrix.layout, expert).fill)
         else:
             self.fill_plain_codes(matrix, first, name, expert)
         order = self.row_order(tensor) if expert is None else expert_rows(self, tensor, expert)
@@ -336,22 +336,7 @@ class Loader:
         raw = self.whole_bytes(name, expert).view(PLAIN_TYPES[stored.layout])
         plain = raw.view(whole_of(tensor).shape[-2:]).to(self.device)
         file_name = stored.name.replace("{expert}", str(expert))
-        self.fill_cut(matrix, first, tensor, lambda target, row: fill_quantized(target, row, plain, file_name))
-
-    def fill_packed(self, matrix: ScaledMatrix, first: int, name: str, expert: int | None) -> None:
-        self.fill_cut(matrix, first, self.tensors[name], self.packed(name, matrix.layout, expert).fill)
-
-    def fill_cut(
-        self, matrix: ScaledMatrix, first: int, tensor: TensorSpec, fill: Callable[[ScaledMatrix, int], None]
-    ) -> None:
-        """Of a rank the whole matrix for a moment: formats have their own orders of codes, and scales of whole rows."""
-        if tensor.piece is None:
-            fill(matrix, first)
-            return
-        rows, columns = tensor.piece.whole[-2:]
-        whole = ScaledMatrix(matrix.layout, rows, columns, self.device)
-        fill(whole, 0)
-        cut_scaled(matrix, first, whole, tensor)
+        fill_cut(matrix, first, tensor, lambda target, row: fill_quantized(target, row, plain, file_name))
 
     def packed(self, name: str, layout: ScaledLayout, expert: int | None = None) -> PackedSource:
         """A matrix of a quantized checkpoint, or one expert's of it; of a rank the whole one."""

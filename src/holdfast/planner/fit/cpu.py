@@ -210,7 +210,7 @@ class CpuCount:
 def count_on_cpu(question: Question, limits: Limits, *, expand: bool) -> CpuCount:
     settings, dtype, weights = question.settings, compute_dtype(question), engine_weights(Same(question.model))
     assert weights is not None, "asked of what runs_on_cpu says this engine runs"
-    spec, stored = weights.spec, weights.stored
+    spec = weights.spec
     compiled, step = question.machine.compiled_kernels and dtype == "float32", limits.max_num_batched_tokens
     shares = rank_shares(Same(weights), settings.ranks, settings.stages, dtype=dtype, expand=expand, compiled=compiled)
     streamed = None
@@ -260,7 +260,7 @@ def count_on_cpu(question: Question, limits: Limits, *, expand: bool) -> CpuCoun
         compiled=compiled,
         streamed=streamed,
         shares=shares,
-        loading_terms={**held, "staging": shares.count * (cpu.staging_bytes(stored) + weights.quantizing_bytes)},
+        loading_terms={**held, "staging": shares.staging_bytes(dtype=dtype, expand=expand, compiled=compiled)},
         fixed_terms={
             **held, "scratch": scratch, "activations": activations,
             **shares.exchange(limits, dtype=dtype), "adapters": adapters, "logits": 0, "buffers": 0,

@@ -65,6 +65,9 @@ def _of_gpus(config: EngineConfig, spec: ModelSpec, stored: Mapping[str, StoredT
     if config.enable_lora:
         reason = "LoRA adapters are not divided among ranks on GPUs yet"
         yield "enable_lora", reason, f"leave --enable-lora out, or {ONE_RANK}"
+    if spec.decoder.query_key_norm == "whole":
+        reason = "this model norms the queries of all heads together, which ranks on GPUs do not yet"
+        yield "tensor_parallel_size", reason, ONE_RANK
     if config.asked_quantization in MADE_WHILE_LOADING and spec.quantization is None:
         reason = "weights are not quantized while several ranks load them to GPUs yet"
         yield "quantization", reason, f"leave --quantization out, or {ONE_RANK}"
@@ -100,8 +103,6 @@ def _of_divided_layers(
     if any(_rounds_rows(one, config, spec, stored) for one in spec.tensors if one.name.endswith(".experts.down")):
         reason = "what comes into an expert's last matrix is rounded by rows, which ranks would do each by its own part"
         yield "tensor_parallel_size", reason, ONE_RANK
-    if spec.decoder.query_key_norm == "whole":
-        yield "tensor_parallel_size", "this model norms the queries of all heads together", ONE_RANK
 
 
 def _rounds_rows(
