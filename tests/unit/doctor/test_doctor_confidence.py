@@ -7,9 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from holdfast.doctor import diagnose_lines
-from holdfast.doctor.diagnosis.confidence import CONFIRMED
 from holdfast.doctor.findings import Finding
-from holdfast.doctor.rules.load import rulebook
 
 VLLM = "INFO 11-01 10:00:00 [api_server.py:1805] vLLM API server version 0.11.0"
 RANK = "ValueError: LoRA rank 32 is greater than max_lora_rank 16."
@@ -108,12 +106,6 @@ def test_weights_that_a_cpu_would_cast_away_are_not_told_the_type_again() -> Non
     assert alone.fix.changes == {"--dtype": "float16"}
 
 
-def test_confirmed_counts_are_of_rules_that_answer_with_high() -> None:
-    kept = [rule for rule in rulebook().rules if rule.confirmed]
-    assert len([rule for rule in kept if rule.confirmed >= CONFIRMED]) > 20
-    assert [rule.id for rule in kept if rule.confidence == "low"] == []
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mended:
     lines: tuple[str, ...]
@@ -130,7 +122,7 @@ MENDED = {
     "the server's own words are no flag": Mended(
         lines=("docker run vllm/vllm-openai serve /m --max-model-len 16000",
                "api_server.py: error: unrecognized arguments: /m"),
-        confidence="high", without="--help",
+        confidence="medium", without="--help",
     ),
     "a flag of another program is not taken for a near one": Mended(
         lines=("vllm serve m --stage-configs-path x.yaml",
@@ -139,7 +131,7 @@ MENDED = {
     ),
     "a misspelt flag is spelled right, not removed": Mended(
         lines=(SGLANG, FLAG.format("--reasoning_parser kimi_k2")),
-        confidence="high", command="python -m sglang.launch_server --model-path m --tp 8 --reasoning-parser kimi_k2",
+        confidence="medium", command="python -m sglang.launch_server --model-path m --tp 8 --reasoning-parser kimi_k2",
     ),
     "SGLang's program is not vLLM's": Mended(
         lines=("INFO 03-06 10:05:08 __init__.py:190] Automatically detected platform cuda.",
@@ -159,7 +151,7 @@ MENDED = {
     ),
     "a file on disk needs no login": Mended(
         lines=("E gguf_init_from_file: failed to open GGUF file 'm.Q8_0.gguf' (errno No such file or directory)",),
-        confidence="high", without="hf auth login",
+        confidence="medium", without="hf auth login",
     ),
     "one GPU cannot be halved": Mended(
         lines=("vllm serve m-AWQ --dtype float16",

@@ -12,6 +12,8 @@ from holdfast.doctor.report.text import lines
 from holdfast.doctor.rules.load import rulebook
 from holdfast.engine_profiles.profile import profile
 
+pytestmark = pytest.mark.usefixtures("every_rule_proven")
+
 VLLM = "INFO 11-01 10:00:00 [api_server.py:1805] vLLM API server version 0.11.0"
 OLD_VLLM = VLLM.replace("0.11.0", "0.7.3")
 KV = (
@@ -70,12 +72,12 @@ CASES = {
     "a class of which the message tells the last release": Case(
         lines=(VLLM, "ValueError: Model architecture MllamaForConditionalGeneration was supported in vLLM until"
                " v0.10.2, and is not supported anymore. Please use an older version of vLLM."),
-        basis="stated", confidence="medium", cause_confidence="medium", command="vllm==0.10.2",
+        basis="stated", confidence="high", command="vllm==0.10.2",
     ),
     "a class of a plugin": Case(
         lines=(VLLM, "ValueError: Model architecture BartForConditionalGeneration is not supported in-tree anymore."
                " Please install the plugin at https://github.com/vllm-project/bart-plugin if you want to use it."),
-        basis="stated", confidence="medium", cause_confidence="medium", command="vllm-project/bart-plugin",
+        basis="stated", confidence="high", command="vllm-project/bart-plugin",
     ),
     "a class of a plugin, refused by a release before it": Case(
         lines=(OLD_VLLM, REFUSED.format("BartForConditionalGeneration")), basis="usual", confidence="medium",
@@ -144,7 +146,7 @@ CASES = {
     "a gated model whose authors have not answered": Case(
         lines=(VLLM, "OSError: You are trying to access a gated repo.",
                "Your request to access model an/other is awaiting a review from the repo authors."),
-        basis="stated", confidence="medium", cause_confidence="medium", why="wait until",
+        basis="stated", confidence="high", why="wait until",
     ),
     "a port that the log does not name": Case(
         lines=("E srv    start: couldn't bind HTTP server socket",), basis="first_try", confidence="medium",

@@ -202,6 +202,7 @@ def test_a_slower_all_reduce_is_only_a_warning() -> None:
     assert not [one for one in _read(warned).findings if one.cause == "gpu_topology"]
 
 
+@pytest.mark.usefixtures("every_rule_proven")
 def test_a_class_that_vllm_has_is_not_told_as_unknown() -> None:
     known = "ValueError: Model architectures ['LlamaForCausalLM'] are not supported for now."
     found = _read(

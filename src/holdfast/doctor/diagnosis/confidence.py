@@ -1,7 +1,7 @@
 """How sure the cause of a finding of a log may be called. Its first fix may lower the whole answer (findings.overall).
 
     high     the message leaves no choice, no other error stands before or after it, the engine is known by lines of
-             its own or does not matter, and the rule was right on logs that it was not written from
+             its own or does not matter, and the rule is proven: by what the message has in it, or by its blind record
     medium   the evidence fits best, and one of these is missing
     low      the log does not say
 
@@ -16,9 +16,11 @@ from holdfast.doctor.rules.load import Rule
 
 FAILURES = ("fatal", "running", "request")
 """Kinds of rules."""
-CONFIRMED = 2
-"""Logs on which a rule was right, from which on it may be called sure; one may be chance. Errors of Holdfast's own,
-which have a code, need none."""
+PROVEN = 3
+"""Blind answers that were right, and none wrong, from which on a rule may be called sure whose message does not settle
+it: such rules speak of things that the log does not show (a file, a folder, a name, a port)."""
+PROVEN_AGAIN = 6
+"""Of a rule that was wrong before it was changed: its words have neighbours, and there may be more of them."""
 
 
 def cause_confidence(log: LogState, rule: Rule, event: Event, judged: Confidence) -> Confidence:
@@ -34,11 +36,19 @@ def answer_confidence(rule: Rule, cause: Confidence, fix: Fix | None) -> Confide
 
 def _settled(log: LogState, rule: Rule, event: Event) -> bool:
     known = rule.by_itself or log.engine in log.spoke
-    if not known or not (rule.code or rule.confirmed >= CONFIRMED):
+    if not known or not proven(rule):
         return False
     if not rule.code and not _leaves_no_choice(log, rule, event):
         return False
     return not _died_of_another(log, event) if rule.kind != "fatal" else not _another_follows(log, event)
+
+
+def proven(rule: Rule) -> bool:
+    """Errors of Holdfast's own, which have a code, need no record."""
+    record = rule.blind
+    if rule.code or record.wrong:
+        return bool(rule.code)
+    return bool(rule.settles) or record.right >= (PROVEN_AGAIN if record.mended else PROVEN)
 
 
 def _leaves_no_choice(log: LogState, rule: Rule, event: Event) -> bool:

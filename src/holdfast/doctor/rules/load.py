@@ -83,6 +83,18 @@ class FixRule(Entry, frozen=True, kw_only=True):
     the log is a first try, a command that is no server's shows something, and anything else is what usually helps."""
 
 
+class Blind(Entry, frozen=True, kw_only=True):
+    """How a rule's answers were judged, cause and first fix, on logs whose judgement was written down before the doctor
+    read them, with the rules of that time: whatever was changed in view of a log, that log does not count."""
+
+    right: int = 0
+    """Those that the rule still gives."""
+    wrong: int = 0
+    """Since its meaning was changed last."""
+    mended: int = 0
+    """Wrong ones in view of which it was changed: its words have neighbours."""
+
+
 class Rule(Entry, frozen=True, kw_only=True):
     id: str
     cause: str
@@ -136,8 +148,10 @@ class Rule(Entry, frozen=True, kw_only=True):
     fix: tuple[FixRule, ...] = ()
     examples: tuple[str, ...] = ()
     source: str = ""
-    confirmed: int = 0
-    """Logs that it was not written from, on which its answer was judged right, with its first fix."""
+    blind: Blind = Blind()
+    settles: Literal["", "both_sides", "remedy"] = ""
+    """Whether the message itself settles cause and fix, so that no record is needed: it has what was asked for and what
+    there is or is allowed, and the fix changes one of the two; or it names what has to be done."""
 
     @property
     def literals(self) -> tuple[str, ...]:
