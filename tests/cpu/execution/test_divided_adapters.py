@@ -56,8 +56,18 @@ def answers_of(runner: Any, layout: Any, refs: list[AdapterRef], stages: int = 1
     return greedy_answers(core, PROMPTS, lengths=dict.fromkeys(PROMPTS, 6), adapters=adapters)
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize(("architecture", "settings", "modules"), SHAPES, ids=[one[0] for one in SHAPES])
+@pytest.mark.parametrize(
+    ("architecture", "settings", "modules", "compiled"),
+    [
+        pytest.param(*shape, compiled, id=f"{shape[0]}-{compiled}", marks=() if usual else pytest.mark.long)
+        for shape, compiled, usual in (
+            (SHAPES[0], True, True),
+            (SHAPES[0], False, False),
+            (SHAPES[1], True, False),
+            (SHAPES[1], False, True),
+        )
+    ],
+)
 def test_ranks_answer_with_adapters_as_one_does(
     architecture: str,
     settings: dict[str, Any],

@@ -48,7 +48,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-moe": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 40, "decoder_sparse_step": 2}),
 }
 SIZES = {"nine-heads": (2, 3, 4, 5), "qwen2": (2, 4), "gemma3": (2, 4), "olmo2": (2, 4), "qwen3-moe": (2, 4)}
-DEAR = {("nine-heads", 3), ("nine-heads", 4), ("gemma3", 4)}
+DEAR = {("nine-heads", 3), ("nine-heads", 4), ("gemma3", 4), ("olmo2", 2)}
 """Whose division others of the same family show too."""
 
 
@@ -105,12 +105,16 @@ DIVIDED = (
     "fp8", "fbgemm-bounded", "fp8-weights-only", "fp8-tensor-static", "fp8-block", "fp8-static", "fp8-powers", "nf4",
     "llm-int8",
 )  # fmt: skip
-USUAL = {"awq", "w8a8-dynamic", "fp8-channel", "w8a8-static", "fp8-powers"}
+USUAL = {("awq", True), ("w8a8-dynamic", True), ("w8a8-dynamic", False), ("fp8-channel", True), ("fp8-powers", True)}
 
 
-@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize(
-    "name", [name if name in USUAL else pytest.param(name, marks=pytest.mark.long) for name in DIVIDED]
+    ("name", "compiled"),
+    [
+        pytest.param(name, compiled, marks=() if (name, compiled) in USUAL else pytest.mark.long)
+        for name in DIVIDED
+        for compiled in (True, False)
+    ],
 )
 def test_codes_and_their_scales_are_divided(
     name: str, compiled: bool, oracles: Callable[..., Any], tmp_path: Path
