@@ -8,6 +8,7 @@ from collections.abc import Callable
 import psutil
 import pytest
 from story_streams import STREAMS, all_streams
+from tiny_experts import write_tiny_experts
 
 
 def ranks_of(engine_pid: int) -> list[psutil.Process]:
@@ -61,19 +62,22 @@ async def test_streams_outlive_a_rank(start_server, tiny_arguments, names: tuple
     [
         (("-pp", "2"), 2, (1,)),
         pytest.param(("-tp", "2", "-pp", "2"), 4, (0, 1, 2, 3), marks=pytest.mark.long),
+        pytest.param(("-tp", "2", "-ep"), 2, (1, 0), marks=pytest.mark.long),
     ],
-    ids=["a-stage", "any-of-four"],
+    ids=["a-stage", "any-of-four", "whole-experts"],
 )
-async def test_streams_outlive_a_stage(
-    start_server, tiny_arguments, flags: tuple[str, ...], count: int, struck: tuple[int, ...]
+async def test_streams_outlive_a_stage_or_its_experts(
+    start_server, tiny_arguments, tmp_path, flags: tuple[str, ...], count: int, struck: tuple[int, ...]
 ) -> None:
-    server = start_server(*tiny_arguments, *flags, "--engine-hang-timeout", "20").wait_ready()
+    _, *others = tiny_arguments
+    model = str(write_tiny_experts(tmp_path)) if "-ep" in flags else tiny_arguments[0]
+    server = start_server(model, *others, *flags, "--engine-hang-timeout", "20").wait_ready()
     undisturbed, gone = await all_streams(server.url, asyncio.Semaphore(0)), list[psutil.Process]()
     for rank in struck:
         answers, ranks = await disturbed(server, lambda ranks, rank=rank: ranks[rank].kill(), count)
         assert answers == undisturbed
         gone += ranks
-    assert f"rank {struck[-1]} " in server.log
+    assert f"rank {max(struck)} " in server.log
     assert not [one for one in gone if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
     last = ranks_of(server.engine_pid)
     assert server.stop() == 0

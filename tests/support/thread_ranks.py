@@ -26,10 +26,13 @@ from holdfast.execution.parallel.share import RankShare
 from holdfast.execution.runner import Runner, RunnerLimits
 from holdfast.execution.weights.load import load_weights
 from holdfast.footprint.cpu import bytes_by_name, head_rows
+from holdfast.footprint.identity_key import Same
 from holdfast.kvcache.groups import KVLayout, form_groups
 from holdfast.models import ModelSpec
 from holdfast.models.stages import rank_spec
-from holdfast.planner.sizing.shards import divide
+from holdfast.planner.sizing.engine_weights import EngineWeights
+from holdfast.planner.sizing.rank_shares import rank_shares
+from holdfast.planner.sizing.shards import Placement, divide
 from holdfast.planner.sizing.stages import divide_stages
 from holdfast.records import StepPlan
 
@@ -50,6 +53,7 @@ class ThreadRanks:
         *,
         size: int = 1,
         stages: int = 1,
+        placement: Placement | None = None,
         lora: LoraLimits | None = None,
         **loading: Any,
     ) -> None:
@@ -58,7 +62,7 @@ class ThreadRanks:
         how = {name: loading.get(name) for name in ("expand", "compiled", "quantize")}
         nbytes = bytes_by_name(spec, stored, dtype="float32", **how)
         self.stages = divide_stages(spec, nbytes, stages)
-        self.shards = divide(spec, stored, size, loading.get("quantize")) if size > 1 else ()
+        self.shards = divide(spec, stored, size, placement, loading.get("quantize")) if size > 1 else ()
         groups, places = form_groups(
             [layer.window for layer in spec.layers], [(stage.first, stage.last) for stage in self.stages]
         )
@@ -184,17 +188,18 @@ def assert_same_of_ranks(
     *,
     size: int = 1,
     stages: int = 1,
+    placement: Placement | None = None,
     rounded: bool = False,
     in_python: bool = False,
     **loading: Any,
 ) -> None:
-    """The tokens of one rank, or where inputs are `rounded` its log-probabilities, and no more weights. Compiled layers
-    where one rank has them, if not `in_python`."""
+    """The tokens of one rank, or where inputs are `rounded` its log-probabilities, and as many weights as are planned.
+    Compiled layers where one rank has them, if not `in_python`. `placement`: of whole experts."""
     limits, blocks = RunnerLimits(max_num_seqs=2, max_num_batched_tokens=24, max_model_len=64), 60
     weights = load_weights(spec, opened(), dtype=torch.float32, device=CPU, **loading)
     one = Runner(spec, weights, layout_of(spec), limits, CPU, compiled=loading["compiled"])
     one.back_kv(blocks)
-    ranks = ThreadRanks(spec, opened, limits, blocks, size=size, stages=stages, **loading)
+    ranks = ThreadRanks(spec, opened, limits, blocks, size=size, stages=stages, placement=placement, **loading)
     if one._decoder._fused is not None and not in_python:
         assert all(member._decoder._fused is not None for member in ranks.runners), "ranks are as compiled as one"
     alone, together = make_core(one, one.layout, blocks), make_core(ranks.runner, ranks.layout, blocks, stages=stages)
@@ -202,6 +207,8 @@ def assert_same_of_ranks(
         assert_near_in_most(together, alone)
     else:
         assert few_answers(together) == few_answers(alone)
-    twice = weights.embed.nbytes if spec.tied_embeddings and stages > 1 else 0
-    assert sum(ranks.weights_bytes) < 1.1 * weights.nbytes + twice
+    held = EngineWeights(spec, match(spec, opened()), quantize=loading.get("quantize"))
+    how = {"dtype": "float32", "expand": loading["expand"], "compiled": loading["compiled"]}
+    planned = rank_shares(Same(held), size, stages, placement, **how)
+    assert ranks.weights_bytes == [part.nbytes(**how) for part in planned.weights]
     ranks.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 from holdfast.config import offload as offload_config
 from holdfast.config import quantization as quantization_names
@@ -346,6 +346,12 @@ class EngineConfig:
         whole(1),
         flags=("-pp", "--pp-size"),
     )
+    enable_expert_parallel: bool = setting(
+        False, "give each rank of -tp on a CPU whole experts, not a part of every one", flag, flags=("-ep",)
+    )
+    expert_placement_strategy: Literal["linear", "round_robin"] = setting(
+        "linear", "whole experts of a rank: neighbours, or dealt in turns", choice("linear", "round_robin")
+    )
     data_parallel_size: int = setting(
         1,
         "number of engines, each with the whole model, behind one API: on a CPU they share its memory and cores, on"
@@ -369,23 +375,7 @@ class EngineConfig:
                 fix=f"--engine-hang-timeout {LEAST_HANG_TIMEOUT_S:g}",
                 field="engine_hang_timeout",
             )
-        if self.vram is not None and self.device == "cpu":
-            raise ConfigurationError(
-                "vram is a GPU memory budget, but this server runs on the CPU",
-                code="HF120",
-                needed="ram",
-                found="vram",
-                fix="--ram SIZE",
-                field="vram",
-            )
-
-        if self.nvme is not None and self.nvme_path is None:
-            raise ConfigurationError(
-                "nvme is the size of a file, but there is no folder for it",
-                needed="nvme_path as well",
-                fix="--nvme-path DIR",
-                field="nvme",
-            )
+        offload_config.check_budgets(self)
         offload_config.check_offload(self, None if self.nvme_path is None else "nvme_path")
         offload_config.check_kv_tiers(self)
         self._check_lora()

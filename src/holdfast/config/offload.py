@@ -215,6 +215,37 @@ def cpu_compute_setting() -> Any:
     )
 
 
+class BudgetSettings(Protocol):
+    @property
+    def device(self) -> str: ...
+    @property
+    def vram(self) -> int | None: ...
+    @property
+    def nvme(self) -> int | None: ...
+    @property
+    def nvme_path(self) -> str | None: ...
+
+
+def check_budgets(config: BudgetSettings) -> None:
+    """That there is something for each to be of."""
+    if config.vram is not None and config.device == "cpu":
+        raise ConfigurationError(
+            "vram is a GPU memory budget, but this server runs on the CPU",
+            code=OF_A_GPU,
+            needed="ram",
+            found="vram",
+            fix="--ram SIZE",
+            field="vram",
+        )
+    if config.nvme is not None and config.nvme_path is None:
+        raise ConfigurationError(
+            "nvme is the size of a file, but there is no folder for it",
+            needed="nvme_path as well",
+            fix="--nvme-path DIR",
+            field="nvme",
+        )
+
+
 def check_offload(config: OffloadSettings, disk: str | None) -> None:
     """That these agree with each other, and with the device. `disk`: the setting that gives layers room on one."""
     asked = offload_request(config)

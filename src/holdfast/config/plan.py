@@ -191,7 +191,10 @@ class PlanConfig:
         False, "text alone: keep no memory for images; their encoder's weights are counted all the same", flag
     )
     enable_expert_parallel: bool = setting(
-        False, "give each GPU of a tensor-parallel group whole experts instead of a part of every one", flag
+        False,
+        "give each GPU, or rank on a CPU, of a tensor-parallel group whole experts instead of a part of every one",
+        flag,
+        flags=("-ep",),
     )
     enforce_eager: bool = setting(False, "capture no CUDA graphs, and count none", flag)
     block_size: int = setting(16, "tokens in one KV block", whole(1, 4096))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-ONE_MACHINE = "ranks are processes of one machine, and each has a part of every expert"
+ONE_MACHINE = "ranks are processes of one machine, and experts stay where they are placed"
 KERNELS = "kernels are Holdfast's own, chosen for the hardware"
 TEXT_ONLY = "only text is served, and other parts of a message are refused"
 GRAPHS = "CUDA graphs are captured as needed; see --enforce-eager"
@@ -39,13 +39,13 @@ TUNING: Mapping[str, str] = {
     "fully_sharded_loras": "of each matrix a rank has its part of one factor, and the other whole",
     **_each(
         ONE_MACHINE,
-        "distributed_executor_backend enable_expert_parallel "
+        "distributed_executor_backend "
         "all2all_backend cp_kv_cache_interleave_size dcp_kv_cache_interleave_size "
         "dcp_comm_backend dcp_q_replicate "
         "enable_dbo dbo_decode_token_threshold dbo_prefill_token_threshold ubatch_size "
-        "enable_nccl_comm_suspend enable_eplb eplb_config enable_ep_weight_filter expert_placement_strategy "
+        "enable_nccl_comm_suspend enable_ep_weight_filter "
         "enable_batch_sharded_sampling enable_hc_sp distributed_timeout_seconds cpu_distributed_timeout_seconds "
-        "worker_use_ray engine_use_ray ray_workers_use_nsight num_redundant_experts",
+        "worker_use_ray engine_use_ray ray_workers_use_nsight",
     ),
     **_each(
         "engines of -dp are processes of this machine, behind one API, and wait for nothing of each other",

@@ -31,6 +31,7 @@ _NO_CODE = "code named in a setting is never run"
 _AS_IT_IS = "a model's config.json is used; see hf_overrides"
 _POOLED = "embeddings are the last token's hidden state, normalized to length 1"
 _NO_MOE_CHOICE = "experts run on one device, with one implementation"
+_PLACED_ONCE = "experts stay on the rank that they were placed on, each on one; see --expert-placement-strategy"
 _NO_TRACES = "tracing is not supported; /metrics and the access log have the times of each request"
 _FORMS = "there is one structured output backend; see structured_outputs_config, and structured_outputs in a request"
 
@@ -65,6 +66,7 @@ ENGINE: Mapping[str, str] = {
     "hf_token": "HF_TOKEN in the environment is read",
     "weight_transfer_config": "weights are read once, from files",
     "logprobs_mode": "log-probabilities are those of the raw logits (raw_logprobs)",
+    **_each(_PLACED_ONCE, "enable_eplb eplb_config num_redundant_experts"),
     **_each(_NO_MOE_CHOICE, "enable_return_routed_experts enable_moe_shared_loras enable_mixed_moe_lora_format"),
     "disable_sliding_window": "sliding-window layers keep their window, as trained",
     **_each(_POOLED, "pooler_config override_pooler_config"),
@@ -154,7 +156,6 @@ SHORT: Mapping[str, tuple[str, ...]] = {
     "data_parallel_backend": ("-dpb",),
     "decode_context_parallel_size": ("-dcp",),
     "prefill_context_parallel_size": ("-pcp",),
-    "enable_expert_parallel": ("-ep",),
     "attention_config": ("-ac",),
 }
 """Further spellings."""

@@ -19,10 +19,10 @@ from holdfast.execution.layers.rope import rotaries
 from holdfast.execution.lora.products import Current, PlacedRows, adapt_layers
 from holdfast.execution.lora.slots import AdapterPlaces
 from holdfast.execution.ops import AttentionBackend, AttentionShape, FusedLayers, Heads, Ops, StepBuffers
-from holdfast.execution.parallel.norms import RowNorms
+from holdfast.execution.parallel.layers.norms import RowNorms
+from holdfast.execution.parallel.layers.rounding import rounded_together
+from holdfast.execution.parallel.layers.routing import Crowding, routed_by_first
 from holdfast.execution.parallel.pipeline import PipelineStage
-from holdfast.execution.parallel.rounding import rounded_together
-from holdfast.execution.parallel.routing import routed_by_first
 from holdfast.execution.parallel.share import RankShare
 from holdfast.execution.weights.decoder_weights import LayerWeights, Norm, Weights
 from holdfast.footprint.cpu import MLP_TILE, sums_apart
@@ -60,9 +60,10 @@ class Transformer:
     ) -> None:
         self._beat, self._share, self._stage = beat, share, stage
         self._begins, self._ends = stage is None or stage.is_first, stage is None or stage.is_last
+        self._crowding = Crowding()
         if share is not None:
-            layers = rounded_together(routed_by_first(weights.layers, share.collectives), share.collectives)
-            weights = replace(weights, layers=layers)
+            layers = routed_by_first(weights.layers, share.collectives, self._crowding)
+            weights = replace(weights, layers=rounded_together(layers, share.collectives))
         self._row_norms: RowNorms | None = None
         if share is not None and spec.decoder.query_key_norm == "whole":
             self._row_norms = RowNorms(share.collectives, share.kv_heads, spec.head_dim)
@@ -121,6 +122,7 @@ class Transformer:
         `layers`: only the first so many (a profile run needs the memory of one layer, not the time of all).
         """
         step = self._step(batch)
+        self._crowding.on = layers is not None
         self._begin(batch, step.stream)
         self._place(batch.adapted)
         # A fused layer knows no adapters; its parts give the same, bit for bit.

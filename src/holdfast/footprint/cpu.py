@@ -399,7 +399,7 @@ def decoding_bytes(spec: ModelSpec, limits: Limits, *, rounded: bool) -> int:
     """Beside `activations_bytes`, of products with codes and their scales. `rounded`: and with rounded inputs."""
     tokens, query = limits.max_num_batched_tokens, spec.heads * spec.head_dim
     tile = min(tokens, MLP_TILE)
-    lines = (tile * kind.per_token * max(spec.hidden_size, kind.intermediate_size) for kind in experts.kinds(spec))
+    lines = (tile * kind.most_here * max(spec.hidden_size, kind.intermediate_size) for kind in experts.kinds(spec))
     widest = max(tokens * spec.hidden_size, tokens * query, tile * mlp_width(spec), *lines)
     return DECODED_BYTES + (ROUNDED_COPIES * widest * 4 + ROUNDED_BYTES if rounded else 0)
 

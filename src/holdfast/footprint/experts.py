@@ -43,17 +43,17 @@ def cpu_bytes(spec: ModelSpec, tokens: int, element_bytes: int, *, compiled: boo
 
 
 def _cpu_bytes(spec: ModelSpec, experts: ExpertsSpec, tokens: int, element_bytes: int, compiled: bool) -> int:
-    pairs, inner = tokens * experts.per_token, experts.intermediate_size
+    pairs, lines, inner = tokens * experts.per_token, tokens * experts.most_here, experts.intermediate_size
     shared = tokens * (3 * experts.shared_intermediate_size + spec.hidden_size + 1) * element_bytes
     if not experts.shared_intermediate_size:
         shared = 0
     routing = tokens * experts.count * element_bytes + pairs * 12 + (experts.count + 1) * 4
     if compiled:
-        return pairs * (spec.hidden_size + 3 * inner) * element_bytes + routing + shared
+        return lines * (spec.hidden_size + 3 * inner) * element_bytes + routing + shared
     # Lines and gate and up beside their parts, or what comes of them, its weights and a product: the larger counts.
-    lines = pairs * (2 * spec.hidden_size + 4 * inner) * element_bytes
+    computed = lines * (2 * spec.hidden_size + 4 * inner) * element_bytes
     sorting = tokens * experts.count * 8 + pairs * 40
-    return lines + routing + sorting + shared + TILE_COPIES * TILE_BYTES
+    return computed + routing + sorting + shared + TILE_COPIES * TILE_BYTES
 
 
 def gpu_bytes(spec: ModelSpec, tokens: int, element_bytes: int) -> int:

@@ -114,7 +114,7 @@ def scaled_layout(packing: Packing, tensor: TensorSpec, stored: StoredTensor | N
 
 def _of_rank(layout: ScaledLayout, tensor: TensorSpec) -> ScaledLayout:
     """Where it has some of a matrix's columns, the scale of a row of inputs is not its own. Groups are never cut."""
-    columns = tensor.piece is not None and tensor.piece.axis == len(tensor.piece.whole) - 1
+    columns = tensor.cut is not None and tensor.cut.axis == len(tensor.cut.whole) - 1
     if not columns or layout.inputs == "plain" or layout.static_inputs or layout.input_group:
         return layout
     return replace(layout, static_inputs=True, divided_inputs=True)

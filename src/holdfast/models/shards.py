@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from holdfast.errors import ModelError
-from holdfast.models.spec import LayerSpec, ModelSpec, ShardPiece, TensorSpec
+from holdfast.models.spec import EXPERTS_AXIS, LayerSpec, ModelSpec, ShardPiece, TensorSpec
 
 Range = tuple[int, int]
 """From the first to behind the last."""
@@ -34,6 +34,8 @@ class Shard:
     """The same of each routed expert, and (below) of the shared ones; empty: there are none."""
     shared_inner: Range
     vocab: Range
+    experts: tuple[Range, ...] = ()
+    """Of routed experts, which it has, all of their columns; empty: it has a part of every one."""
 
     @property
     def head_count(self) -> int:
@@ -46,6 +48,10 @@ class Shard:
     @property
     def vocab_rows(self) -> int:
         return self.vocab[1] - self.vocab[0]
+
+    @property
+    def expert_count(self) -> int:
+        return sum(last - first for first, last in self.experts)
 
 
 def shard_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
@@ -67,6 +73,7 @@ def _layer(layer: LayerSpec, shard: Shard) -> LayerSpec:
         layer.experts,
         intermediate_size=shard.expert_inner[1] - shard.expert_inner[0],
         shared_intermediate_size=shard.shared_inner[1] - shard.shared_inner[0],
+        here=shard.experts,
     )
     return replace(layer, experts=experts)
 
@@ -79,6 +86,9 @@ def _tensors(spec: ModelSpec, shard: Shard) -> Iterator[TensorSpec]:
             # A bias of what is summed over ranks is added once.
             if shard.rank == 0 or _part(tensor) not in ("o_bias", "down_bias"):
                 yield tensor
+            continue
+        if tensor.experts and shard.experts:
+            yield _of_whole_experts(tensor, shard)
             continue
         found = ranges.get(_part(tensor))
         if found is None or tensor.hf_shape is not None or tensor.alternating:
@@ -98,6 +108,13 @@ def _axis(spec: ModelSpec, tensor: TensorSpec) -> int | None:
     """That it is divided along; None: every rank has all of it. A norm over all heads has numbers for each of them."""
     normed = spec.decoder.query_key_norm == "whole" and _part(tensor) in ("q_norm", "k_norm")
     return 0 if normed else tensor.shard_axis
+
+
+def _of_whole_experts(tensor: TensorSpec, shard: Shard) -> TensorSpec:
+    """Some of a stack's experts, each as it is stored."""
+    count = shard.expert_count
+    piece = ShardPiece(axis=EXPERTS_AXIS, ranges=shard.experts, whole=tensor.shape)
+    return replace(tensor, shape=(count, *tensor.shape[1:]), experts=count, piece=piece)
 
 
 def _part(tensor: TensorSpec) -> str:

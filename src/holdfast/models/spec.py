@@ -19,6 +19,8 @@ Activation = Literal["silu", "gelu", "gelu_tanh"]
 Part = Literal["text", "vision", "draft"]
 """draft: layers that guess further tokens, which a server loads only for speculation."""
 
+EXPERTS_AXIS = 0
+"""Of stacked matrices."""
 SCALED_ELEMENTS, SCALE_BYTES = 128, 4
 """A latent cache in FP8 has a float32 scale for so many elements."""
 
@@ -78,6 +80,18 @@ class ExpertsSpec:
     """Of all shared experts together; 0: there are none."""
     normalized: bool = True
     """The weights of a token's experts add up to one; else they are their shares of a softmax over all."""
+    here: tuple[tuple[int, int], ...] = ()
+    """Of a rank that has whole experts: which of them, each range from its first to behind its last. Empty: all."""
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Of the experts that are here, in the order in which their matrices lie."""
+        return tuple(number for first, last in self.here or ((0, self.count),) for number in range(first, last))
+
+    @property
+    def most_here(self) -> int:
+        """Experts of this rank that one token may go to."""
+        return min(self.per_token, len(self.numbers))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,6 +264,18 @@ class TensorSpec:
     @property
     def elements(self) -> int:
         return prod(self.shape)
+
+    @property
+    def cut(self) -> ShardPiece | None:
+        """Its piece, where that is a part of each matrix; None: those that are here are whole."""
+        return None if self.experts and self.piece is not None and self.piece.axis == EXPERTS_AXIS else self.piece
+
+    @property
+    def expert_numbers(self) -> tuple[int, ...]:
+        """By which a stack's experts are known in files, in the order in which they lie here."""
+        if self.piece is None or self.cut is not None:
+            return tuple(range(self.experts))
+        return tuple(number for first, last in self.piece.ranges for number in range(first, last))
 
     def in_safetensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Names and shapes under which a safetensors checkpoint keeps this tensor."""

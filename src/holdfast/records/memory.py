@@ -91,6 +91,8 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
     threads: int
     heads: int
     kv_heads: int
+    experts: int = 0
+    """Whole ones of each layer; 0: a part of every one, or there are none."""
     first_layer: int = 0
     layers: int = 0
     """From that one on."""

@@ -300,7 +300,7 @@ def test_experts_that_are_read_ahead(name: str, expand: bool, oracles: Callable[
         with torch.inference_mode(), loader.ahead.readers, checkpoint:
             for turn in loader.experts_in_turn("layers.0.experts.gate"):
                 stored = loader.stored["layers.0.experts.gate"]
-                parts = loader.ahead.parts(stored, MOE["num_experts"], turn)
+                parts = loader.ahead.parts(stored, turn)
                 size = sum(checkpoint.tensors[part].nbytes for part in parts)
                 assert set(parts) <= set(loader.ahead.coming)
                 most = max(most, len(loader.ahead.coming) // len(parts))

@@ -98,6 +98,35 @@ def test_gate_and_up_in_different_ways() -> None:
     torch.testing.assert_close(out, wanted.float(), atol=2e-3, rtol=2e-3)
 
 
+@pytest.mark.parametrize("layout", ["F32", "Q8_0"])
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_experts_that_are_elsewhere_add_nothing_here(layout: str, tokens: int) -> None:
+    """Two layers with some of the experts each add what one with all of them does; one may have nothing to do."""
+    gate_up, gate_up_numbers = matrices(5, 2 * INNER, HIDDEN, layout, 1)
+    down, down_numbers = matrices(5, HIDDEN, INNER, layout, 2)
+    generator = torch.Generator().manual_seed(tokens)
+    x, logits = torch.randn(tokens, HIDDEN, generator=generator), torch.randn(tokens, 5, generator=generator)
+    logits[0, :] = torch.tensor([0.0, 5.0, 1.0, 4.0, 0.5])  # Experts 1 and 3 alone.
+    out = torch.zeros(tokens, HIDDEN)
+    for numbers in ([1, 3], [0, 2, 4]):
+        layer = native.ExpertLayer(
+            gate_up=[[gate_up[number]] for number in numbers],
+            down=[down[number] for number in numbers],
+            per_token=2,
+            normalized=True,
+            activation="silu",
+            experts=5,
+            numbers=numbers,
+        )
+        buffers = native.NativeExpertBuffers.allocate(tokens, 2, 5, HIDDEN, INNER, layer.most_here)
+        for buffer in (buffers.lines, buffers.gate_up, buffers.inner):
+            buffer.fill_(float("nan"))
+        layer.add(x, logits, out, buffers)
+    wanted = expected(x, logits, gate_up_numbers, down_numbers, 2, True)
+    tolerance = 1e-5 if layout == "F32" else 2e-3
+    torch.testing.assert_close(out, wanted.float(), atol=tolerance, rtol=tolerance)
+
+
 def test_a_token_that_chooses_nothing_disturbs_nobody() -> None:
     """Logits that are no numbers still find experts that there are."""
     down, _ = matrices(4, HIDDEN, INNER, "F32", 2)
@@ -125,7 +154,7 @@ def test_what_does_not_fit_is_refused() -> None:
         native.ExpertLayer(gate_up=[[one] for one in down], down=down, per_token=1, normalized=True, activation="silu")
     layer = native.ExpertLayer(gate_up=pairs, down=down, per_token=2, normalized=True, activation="silu")
     x, logits = torch.zeros(3, HIDDEN), torch.zeros(3, 2)
-    with pytest.raises(ValueError, match="4 pairs, not 6"):
+    with pytest.raises(ValueError, match="4 pairs and 4 lines, not 6 and 6"):
         layer.add(x, logits, x.clone(), native.NativeExpertBuffers.allocate(2, 2, 2, HIDDEN, INNER))
     with pytest.raises(ValueError, match="logits"):
         layer.add(x, logits[:2], x.clone(), native.NativeExpertBuffers.allocate(3, 2, 2, HIDDEN, INNER))

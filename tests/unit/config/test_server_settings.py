@@ -114,7 +114,7 @@ def test_every_flag_whose_feature_is_not_there_says_why() -> None:
 def test_every_setting_that_only_tunes_vllm_is_taken_and_told() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     serve.add_arguments(parser)
-    assert len(TUNING) > 180
+    assert len(TUNING) > 170
     for name, reason in TUNING.items():
         words = [flag_name(name)] if name in unsupported.SWITCHES else [flag_name(name), "7"]
         parsed = parser.parse_args(words)
@@ -211,6 +211,20 @@ def test_no_such_flag_takes_the_model_for_its_value() -> None:
         "some/model",
     )[0]
     assert (engine.model, engine.enable_prefix_caching, engine.max_model_len) == ("some/model", False, None)
+
+
+def test_experts_are_dealt_out_in_vllm_s_words_and_not_moved_later() -> None:
+    engine = read("some/model", "-tp", "2", "-ep", "--expert-placement-strategy", "round_robin")[0]
+    assert (engine.enable_expert_parallel, engine.expert_placement_strategy) == (True, "round_robin")
+    usual = read("some/model")[0]
+    assert (usual.enable_expert_parallel, usual.expert_placement_strategy) == (False, "linear")
+    with pytest.raises(ConfigurationError, match="expert-placement-strategy"):
+        read("some/model", "--expert-placement-strategy", "random")
+    for flags in (("--enable-eplb",), ("--num-redundant-experts", "2"), ("--eplb-config", '{"window_size": 1000}')):
+        with pytest.raises(ConfigurationError, match="stay on the rank that they were placed on") as refused:
+            read("some/model", "-tp", "2", "-ep", *flags)
+        assert refused.value.field == flags[0].removeprefix("--").replace("-", "_")
+    read("some/model", "--no-enable-eplb", "--num-redundant-experts", "0")
 
 
 @pytest.mark.parametrize("flag", ["--api-key", "--served-model-name", "--lora-folders", "--lora-modules"])

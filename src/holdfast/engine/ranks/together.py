@@ -23,6 +23,7 @@ from holdfast.models import ModelSpec
 from holdfast.models.stages import rank_spec
 from holdfast.observability.decisions import Decision
 from holdfast.planner import Plan
+from holdfast.planner.sizing.rank_shares import whole_experts
 from holdfast.records import RankMemory
 
 Progress = Callable[[str, int, int], None]
@@ -91,6 +92,7 @@ class LoadedRanks:
                 threads=threads_of(self.group.cores, self.group.size, rank),
                 heads=own.heads,
                 kv_heads=own.kv_heads,
+                experts=whole_experts(spec, *engine.part_of(rank)),
                 first_layer=own.layers[0].index,
                 layers=len(own.layers),
                 planned_weights_bytes=engine.rank_weights[rank],

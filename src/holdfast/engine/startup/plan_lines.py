@@ -38,9 +38,9 @@ def weights_line(plan: Plan) -> str:
 
 def plan_details(plan: Plan) -> list[str]:
     """Where the budget goes, term by term, and the limits."""
-    limits = plan.limits
+    limits, spec = plan.limits, plan.question.model.spec
     ranks = [
-        f"  rank {rank}: {part_words(nbytes, *plan.engine.part_of(rank))}"
+        f"  rank {rank}: {part_words(spec, nbytes, *plan.engine.part_of(rank))}"
         for rank, nbytes in enumerate(plan.engine.rank_weights)
     ]
     return [

@@ -178,14 +178,19 @@ class TorchExperts:
         self._weights, self._activation, self._gate = weights, activation, gate
         self._gate_up = [_multiplied(stack) for stack in weights.gate_up]
         self._down = _multiplied(weights.down)
+        self._count, self._places = weights.down.experts, _places(weights.spec)
 
     def run(self, x: torch.Tensor, out: torch.Tensor, *, add: bool) -> None:
         spec = self._weights.spec
         logits = x.new_empty((len(x), spec.count))
         self._weights.router.write(x, logits)
         shares, chosen = route(logits, spec.per_token, spec.normalized)
-        experts, order = chosen.view(-1).sort(stable=True)
-        groups = _groups(experts, spec.count)
+        if not add:
+            out.zero_()
+        experts, order = self._sorted(chosen.view(-1))
+        if not len(experts):
+            return
+        groups = _groups(experts, self._count)
         tokens = order.div(spec.per_token, rounding_mode="floor")
         lines = x.index_select(0, tokens)
         parts = [stack.multiply(lines, groups) for stack in self._gate_up]
@@ -195,9 +200,15 @@ class TorchExperts:
         self._gate(gate_up, self._activation, inner)
         found = self._down.multiply(inner, groups)
         found *= shares.view(-1).index_select(0, order).unsqueeze(1)
-        if not add:
-            out.zero_()
         out.index_add_(0, tokens, found)
+
+    def _sorted(self, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(experts by their places here, pairs) of those pairs whose expert is here, in the order of experts."""
+        if self._places is None:
+            return chosen.sort(stable=True)
+        experts, order = self._places[chosen].sort(stable=True)
+        elsewhere = int((experts < 0).sum())
+        return experts[elsewhere:], order[elsewhere:]
 
 
 class CompiledExperts:
@@ -214,6 +225,8 @@ class CompiledExperts:
             per_token=weights.spec.per_token,
             normalized=weights.spec.normalized,
             activation=activation,
+            experts=weights.spec.count,
+            numbers=weights.spec.numbers,
         )
 
     def run(self, x: torch.Tensor, out: torch.Tensor, *, add: bool) -> None:
@@ -233,7 +246,9 @@ class ExpertBuffers:
 
     @classmethod
     def allocate(cls, spec: ExpertsSpec, hidden: int, tokens: int) -> ExpertBuffers:
-        lines = native.NativeExpertBuffers.allocate(tokens, spec.per_token, spec.count, hidden, spec.intermediate_size)
+        lines = native.NativeExpertBuffers.allocate(
+            tokens, spec.per_token, spec.count, hidden, spec.intermediate_size, spec.most_here
+        )
         return cls(torch.empty((tokens, spec.count)), lines)
 
 
@@ -279,6 +294,15 @@ class WithShared:
 def _multiplied(stack: Stack) -> MultipliedStack:
     assert isinstance(stack, DenseStack | QuantizedStack), "stacks of a layer are all compiled, or none is"
     return stack
+
+
+def _places(spec: ExpertsSpec) -> torch.Tensor | None:
+    """int64 [experts]: where each one's matrices lie, -1: elsewhere. None: all are here, in their order."""
+    if not spec.here:
+        return None
+    places = torch.full((spec.count,), -1)
+    places[list(spec.numbers)] = torch.arange(len(spec.numbers))
+    return places
 
 
 def _groups(experts: torch.Tensor, count: int) -> Groups:

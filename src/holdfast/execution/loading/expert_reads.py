@@ -3,7 +3,7 @@ are read when they are asked for, to where they stay."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -38,26 +38,26 @@ class ExpertReads:
             return coming.result()
         return self._checkpoint.read(part.name, part=expert, parts=part.shape[0])
 
-    def in_turn(self, stored: StoredTensor | None, experts: int) -> Iterator[int]:
-        """All experts of a stack; some that come after the one whose turn it is are being read."""
+    def in_turn(self, stored: StoredTensor | None, experts: Sequence[int]) -> Iterator[int]:
+        """These experts of a stack, by their numbers; some that come after the one whose turn it is are being read."""
         asked = 0
-        for expert in range(experts):
-            while asked < experts and self._begin(stored, experts, asked, asked - expert):
+        for turn, expert in enumerate(experts):
+            while asked < len(experts) and self._begin(stored, experts[asked], asked - turn):
                 asked += 1
             yield expert
         self.coming.clear()  # Parts that nobody asked for.
 
-    def _begin(self, stored: StoredTensor | None, experts: int, expert: int, before: int) -> bool:
+    def _begin(self, stored: StoredTensor | None, expert: int, before: int) -> bool:
         """Begins to read one expert's matrix, where there is room for it beside so many that are read before it."""
         if stored is None or not self.ahead_bytes:
             return False
-        parts = self.parts(stored, experts, expert)
+        parts = self.parts(stored, expert)
         if before and (before + 1) * sum(nbytes for nbytes, _ in parts.values()) > self.ahead_bytes:
             return False
         self.coming |= {part: self.readers.submit(read) for part, (_, read) in parts.items()}
         return True
 
-    def parts(self, stored: StoredTensor, experts: int, expert: int) -> Mapping[str, tuple[int, Callable[[], Any]]]:
+    def parts(self, stored: StoredTensor, expert: int) -> Mapping[str, tuple[int, Callable[[], Any]]]:
         """What holds one expert's matrix, by the names under which it is asked for: how many bytes, and how to read
         them."""
         checkpoint = self._checkpoint
@@ -67,8 +67,8 @@ class ExpertReads:
         found = {one: (checkpoint.tensors[one].nbytes, partial(checkpoint.read, one)) for one in alone}
         if stored.packed is not None and not alone:
             for part in parts:
-                read = partial(checkpoint.read, part.name, part=expert, parts=experts)
-                found[_of_stack(part, expert)] = part.nbytes // experts, read
+                read = partial(checkpoint.read, part.name, part=expert, parts=part.shape[0])
+                found[_of_stack(part, expert)] = part.nbytes // part.shape[0], read
         return found
 
 

@@ -4,7 +4,8 @@
  *   logits [tokens, experts] -> chosen, weights -> sorted [pairs, hidden] -> gate and up -> inner -> down -> out
  *
  * Experts that nobody chose are not read. What a token gets is added up in the order in which it chose, so that it
- * does not change with its company. */
+ * does not change with its company. Of experts that are elsewhere there are no lines: they are chosen, and whoever has
+ * them adds their part. */
 #include "experts.h"
 
 #include <math.h>
@@ -13,6 +14,7 @@
 #include "vector.h"
 
 #define UNIT_TOKENS 8
+#define ELSEWHERE (-1) /* the place of a pair whose expert another rank has */
 
 typedef struct {
     const expert_layer *layer;
@@ -51,14 +53,18 @@ static void run_choice(void *pointer) {
     }
 }
 
+static int is_here(const expert_layer *layer, long expert) { return layer->down[expert].weights != 0; }
+
 /* A counting sort: lines of an expert are in the order of its tokens. */
 static void place_pairs(const expert_layer *layer) {
     const long pairs = layer->tokens * layer->per_token;
     int32_t *firsts = layer->firsts;
     memset(firsts, 0, (size_t)(layer->experts + 1) * sizeof *firsts);
-    for (long pair = 0; pair < pairs; pair++) layer->places[pair] = firsts[layer->chosen[pair] + 1]++;
+    for (long pair = 0; pair < pairs; pair++)
+        layer->places[pair] = is_here(layer, layer->chosen[pair]) ? firsts[layer->chosen[pair] + 1]++ : ELSEWHERE;
     for (long expert = 0; expert < layer->experts; expert++) firsts[expert + 1] += firsts[expert];
-    for (long pair = 0; pair < pairs; pair++) layer->places[pair] += firsts[layer->chosen[pair]];
+    for (long pair = 0; pair < pairs; pair++)
+        if (layer->places[pair] != ELSEWHERE) layer->places[pair] += firsts[layer->chosen[pair]];
 }
 
 static void run_gathering(void *pointer) {
@@ -68,8 +74,9 @@ static void run_gathering(void *pointer) {
     for (long unit; (unit = claim(&work->queue)) >= 0;) {
         long last = (unit + 1) * UNIT_TOKENS < layer->tokens ? (unit + 1) * UNIT_TOKENS : layer->tokens;
         for (long pair = unit * UNIT_TOKENS * count; pair < last * count; pair++)
-            memcpy(layer->sorted + layer->places[pair] * layer->hidden, layer->x + pair / count * layer->hidden,
-                   (size_t)layer->hidden * sizeof(float));
+            if (layer->places[pair] != ELSEWHERE)
+                memcpy(layer->sorted + layer->places[pair] * layer->hidden, layer->x + pair / count * layer->hidden,
+                       (size_t)layer->hidden * sizeof(float));
     }
 }
 
@@ -82,6 +89,7 @@ static void run_summing(void *pointer) {
         for (long token = unit * UNIT_TOKENS; token < last; token++) {
             float *out = layer->out + token * layer->out_stride;
             for (long pair = token * count; pair < (token + 1) * count; pair++) {
+                if (layer->places[pair] == ELSEWHERE) continue;
                 const float *line = layer->sorted + layer->places[pair] * layer->hidden, weight = layer->weights[pair];
                 for (long i = 0; i < layer->hidden; i++) out[i] += weight * line[i];
             }
@@ -135,7 +143,7 @@ int run_experts(const expert_layer *layer) {
         .gate_stride = 2 * layer->inner_columns,
         .out = layer->inner,
         .out_stride = layer->inner_columns,
-        .rows = layer->tokens * layer->per_token,
+        .rows = layer->firsts[layer->experts],
         .columns = layer->inner_columns,
         .activation = layer->activation,
         .threads = layer->threads,

@@ -6,7 +6,7 @@
 
 typedef struct {
     const matrix *gate_up; /* [experts, gate_up_parts]; the outputs of parts stand in a line */
-    const matrix *down;    /* [experts] */
+    const matrix *down;    /* [experts]; without weights: another rank has that expert */
     long experts, gate_up_parts, per_token;
     int normalized; /* the weights of a token's experts add up to one */
     enum activation activation;
@@ -14,13 +14,13 @@ typedef struct {
     const float *x;      /* [tokens, hidden] */
     float *out;          /* [tokens, hidden], rows `out_stride` floats apart: the experts' sums are added to it */
     long out_stride;
-    /* A line for every pair of a token and an expert, those of an expert one below the other: */
-    float *sorted;          /* [pairs, hidden]: inputs, then outputs */
-    float *gate_up_out;     /* [pairs, 2 inner] */
-    float *inner;           /* [pairs, inner] */
+    /* A line for every pair of a token and an expert that is here, those of an expert one below the other: */
+    float *sorted;          /* [lines, hidden]: inputs, then outputs */
+    float *gate_up_out;     /* [lines, 2 inner] */
+    float *inner;           /* [lines, inner] */
     float *weights;         /* [tokens, per_token] */
     int32_t *chosen;        /* [tokens, per_token]: experts */
-    int32_t *places;        /* [tokens, per_token]: the pair's line */
+    int32_t *places;        /* [tokens, per_token]: the pair's line, or -1 */
     int32_t *firsts;        /* [experts + 1]: the lines of each expert begin there */
     long tokens, hidden, inner_columns;
     int threads;

@@ -26,7 +26,7 @@ Bytes = numpy.typing.NDArray[numpy.uint8]
 def read_piece(checkpoint: Checkpoint, name: str, tensor: TensorSpec, expert: int | None = None) -> torch.Tensor:
     """This rank's bytes of `name`, flat. `expert`: of a stack, one expert's; where each expert lies under a name of its
     own, `name` is that one's and there is nothing to skip."""
-    piece = tensor.piece
+    piece = tensor.cut
     assert piece is not None
     stored = checkpoint.tensors[name]
     *_, rows, columns = (1, *piece.whole) if len(piece.whole) == 1 else piece.whole
@@ -70,7 +70,7 @@ def _columns(
 def fill_piece(target: torch.Tensor, tensor: TensorSpec, fill: Callable[[torch.Tensor], None]) -> None:
     """`fill` makes all of a tensor, of which this rank's part is kept: of dummies, so that ranks have parts of the same
     numbers, and of quantized matrices that are expanded."""
-    piece = tensor.piece
+    piece = tensor.cut
     if piece is None:
         fill(target)
         return
@@ -83,16 +83,19 @@ def fill_piece(target: torch.Tensor, tensor: TensorSpec, fill: Callable[[torch.T
 
 def whole_of(tensor: TensorSpec) -> TensorSpec:
     """As the model has it, of which a rank may have a part."""
-    return tensor if tensor.piece is None else replace(tensor, shape=tensor.piece.whole, piece=None)
+    if tensor.piece is None:
+        return tensor
+    whole = tensor.piece.whole
+    return replace(tensor, shape=whole, experts=whole[0] if tensor.experts else 0, piece=None)
 
 
 def fill_cut(matrix: ScaledMatrix, first: int, tensor: TensorSpec, fill: Callable[[ScaledMatrix, int], None]) -> None:
     """`fill` makes all rows of codes from the row on that it is told: for rows first, first+1, ... of `matrix`. Of a
     rank the whole for a moment, because formats have their own orders of codes, and scales of whole rows."""
-    if tensor.piece is None:
+    if tensor.cut is None:
         fill(matrix, first)
         return
-    rows, columns = tensor.piece.whole[-2:]
+    rows, columns = tensor.cut.whole[-2:]
     whole = ScaledMatrix(matrix.layout, rows, columns, matrix.codes.device)
     fill(whole, 0)
     cut_scaled(matrix, first, whole, tensor)
@@ -100,7 +103,7 @@ def fill_cut(matrix: ScaledMatrix, first: int, tensor: TensorSpec, fill: Callabl
 
 def cut_scaled(matrix: ScaledMatrix, first: int, whole: ScaledMatrix, tensor: TensorSpec) -> None:
     """This rank's part of `whole`, to rows first, first+1, ... of `matrix`: codes, and the scales of their groups."""
-    piece, layout = tensor.piece, matrix.layout
+    piece, layout = tensor.cut, matrix.layout
     assert piece is not None
     rows, columns = tensor.shape[-2:]
     by_rows = piece.axis == len(piece.whole) - 2

@@ -102,7 +102,7 @@ def load_experts(loader: ExpertLoader, layer: LayerSpec) -> ExpertWeights:
             down=loader.linear(f"{name}.shared.down"),
             router=loader.linear(f"{name}.shared.router"),
         )
-    parts, placed = [_Part(layer.experts.count, loader.make)], loader.experts
+    parts, placed = [_Part(len(layer.experts.numbers), loader.make)], loader.experts
     if placed is not None and layer.index in placed:
         stay = placed.resident(layer.index)
         parts = [_Part(stay, loader.make)] if stay else []
@@ -182,12 +182,11 @@ def _stack(loader: ExpertLoader, names: tuple[str, ...], blocks: bool, parts: Se
         return _scaled(loader, names, layout, blocks, parts)
     if blocks:
         return _blocks(loader, names, layout)
-    experts, columns, rows = _sizes(loader, names)
+    columns, rows = _sizes(loader, names)
     matrices = [QuantizedMatrix(layout, part.experts * sum(rows), columns, loader.device, part.make) for part in parts]
-    homes, first = _homes(parts), 0
+    homes, first = _homes(parts, loader.tensors[names[0]]), 0
     for name, count in zip(names, rows, strict=True):
-        for expert in range(experts):
-            part, place = homes[expert]
+        for expert, (part, place) in homes.items():
             matrices[part].fill_rows(place * sum(rows) + first, loader.read_expert(name, expert).to(loader.device))
         first += count
         loader.step()
@@ -195,9 +194,10 @@ def _stack(loader: ExpertLoader, names: tuple[str, ...], blocks: bool, parts: Se
     return _whole(stacks, parts)
 
 
-def _homes(parts: Sequence[_Part]) -> list[tuple[int, int]]:
-    """In which part each expert is, and at which place there."""
-    return [(number, place) for number, part in enumerate(parts) for place in range(part.experts)]
+def _homes(parts: Sequence[_Part], tensor: TensorSpec) -> dict[int, tuple[int, int]]:
+    """In which part each expert that is here lies, by its number, and at which place there."""
+    places = [(number, place) for number, part in enumerate(parts) for place in range(part.experts)]
+    return dict(zip(tensor.expert_numbers, places, strict=True))
 
 
 def _whole(stacks: Sequence[Stack], parts: Sequence[_Part]) -> Stack:
@@ -209,12 +209,12 @@ def _whole(stacks: Sequence[Stack], parts: Sequence[_Part]) -> Stack:
 def _scaled(
     loader: ExpertLoader, names: tuple[str, ...], layout: ScaledLayout, blocks: bool, parts: Sequence[_Part]
 ) -> Stack:
-    experts, columns, rows = _sizes(loader, names)
+    columns, rows = _sizes(loader, names)
     matrices = [
         ScaledMatrix(layout, part.experts * sum(rows), columns, loader.device, part.make, part.experts)
         for part in parts
     ]
-    homes, first = _homes(parts), 0
+    homes, first = _homes(parts, loader.tensors[names[0]]), 0
     for name, count in zip(names, rows, strict=True):
         for expert in loader.experts_in_turn(name):
             part, place = homes[expert]
@@ -227,13 +227,13 @@ def _scaled(
         for matrix in matrices:
             matrix.inputs = largest
     if blocks:
-        return BlockStack(matrices[0].compiled_parts(experts), matrices[0].nbytes)
+        return BlockStack(matrices[0].compiled_parts(parts[0].experts), matrices[0].nbytes)
     stacks = [QuantizedStack(matrix, part.experts) for matrix, part in zip(matrices, parts, strict=True)]
     return _whole(stacks, parts)
 
 
 def _dense(loader: ExpertLoader, names: tuple[str, ...], blocks: bool, parts: Sequence[_Part]) -> Stack:
-    _, columns, rows = _sizes(loader, names)
+    columns, rows = _sizes(loader, names)
     weights = [part.make((part.experts, sum(rows), columns), loader.dtype, loader.device) for part in parts]
     for number, name in enumerate(names):
         loader.fill_experts([weight.split(rows, dim=1)[number] for weight in weights], loader.tensors[name])
@@ -244,12 +244,13 @@ def _dense(loader: ExpertLoader, names: tuple[str, ...], blocks: bool, parts: Se
 
 
 def _blocks(loader: ExpertLoader, names: tuple[str, ...], layout: str) -> Stack:
-    experts, _, rows = _sizes(loader, names)
-    row_bytes = loader.stored[names[0]].nbytes // (experts * rows[0])
-    target = loader.make((experts, sum(rows), row_bytes), torch.uint8, loader.device)
+    _, rows = _sizes(loader, names)
+    numbers = loader.tensors[names[0]].expert_numbers
+    row_bytes = loader.stored[names[0]].nbytes // (len(numbers) * rows[0])
+    target = loader.make((len(numbers), sum(rows), row_bytes), torch.uint8, loader.device)
     for name, part in zip(names, torch.split(target, rows, dim=1), strict=True):
-        for expert in range(experts):
-            part[expert].copy_(loader.read_expert(name, expert).view(-1, row_bytes))
+        for place, expert in enumerate(numbers):
+            part[place].copy_(loader.read_expert(name, expert).view(-1, row_bytes))
         loader.step()
     return BlockStack([BlockMatrix(expert, layout) for expert in target], target.nbytes)
 
@@ -287,10 +288,9 @@ def reorder_rows(matrix: ScaledMatrix, first: int, order: torch.Tensor, tensor: 
     matrix.reorder_rows(first, order)
 
 
-def _sizes(loader: ExpertLoader, names: tuple[str, ...]) -> tuple[int, int, list[int]]:
-    """(experts, columns, rows of each)"""
-    experts, _, columns = loader.tensors[names[0]].shape
-    return experts, columns, [loader.tensors[name].shape[1] for name in names]
+def _sizes(loader: ExpertLoader, names: tuple[str, ...]) -> tuple[int, list[int]]:
+    """(columns, rows of each) of one expert"""
+    return loader.tensors[names[0]].shape[2], [loader.tensors[name].shape[1] for name in names]
 
 
 def host_mlp(weights: MlpWeights, activation: Activation) -> ExpertLayer | None:

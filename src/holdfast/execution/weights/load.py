@@ -333,9 +333,8 @@ class Loader:
             raw = self.raw(name) if expert is None else self.read_expert(name, expert)
             fill_mxfp4(matrix, first, raw.view(tensor.shape[-2], -1).to(self.device), stored.name)
             return
-        raw = self.whole_bytes(name, expert).view(PLAIN_TYPES[stored.layout])
-        plain = raw.view(whole_of(tensor).shape[-2:]).to(self.device)
-        file_name = stored.name.replace("{expert}", str(expert))
+        plain = self.whole_bytes(name, expert).view(PLAIN_TYPES[stored.layout]).view(whole_of(tensor).shape[-2:])
+        plain, file_name = plain.to(self.device), stored.name.replace("{expert}", str(expert))
         fill_cut(matrix, first, tensor, lambda target, row: fill_quantized(target, row, plain, file_name))
 
     def packed(self, name: str, layout: ScaledLayout, expert: int | None = None) -> PackedSource:
@@ -371,8 +370,9 @@ class Loader:
         return torch.from_numpy(self.ahead.read(stored))
 
     def experts_in_turn(self, name: str) -> Iterator[int]:
-        """All experts of a stack; some that come after the one whose turn it is are being read."""
-        return self.ahead.in_turn(self.stored.get(name), self.tensors[name].experts)
+        """All experts of a stack that are here, by their numbers; some that come after the one whose turn it is are
+        being read."""
+        return self.ahead.in_turn(self.stored.get(name), self.tensors[name].expert_numbers)
 
     def blocks(self, names: tuple[str, ...], rows: list[int], layout: str, bias: torch.Tensor | None) -> BlockMatrix:
         """The stored bytes themselves, rows one below the other."""
@@ -429,7 +429,7 @@ class Loader:
         """One expert's matrix of a stack, or this rank's part of it."""
         assert self.checkpoint is not None
         stored = self.stored[name].name
-        if self.tensors[name].piece is not None:
+        if self.tensors[name].cut is not None:
             return read_piece(self.checkpoint, stored.replace("{expert}", str(expert)), self.tensors[name], expert)
         return self.whole_bytes(name, expert)
 
@@ -441,7 +441,7 @@ class Loader:
             return self.bring(stored)
         if "{expert}" in stored:
             return self.read_whole(stored.replace("{expert}", str(expert)))
-        return torch.from_numpy(self.checkpoint.read(stored, part=expert, parts=self.tensors[name].experts))
+        return torch.from_numpy(self.checkpoint.read(stored, part=expert, parts=whole_of(self.tensors[name]).experts))
 
     def row_order(self, tensor: TensorSpec) -> torch.Tensor | None:
         """Which stored row becomes each row; None: they are in order."""
@@ -471,15 +471,15 @@ class Loader:
             staged.fill(stored.name, PLAIN_TYPES[stored.layout], target.view(-1))
 
     def fill_experts(self, targets: Sequence[torch.Tensor], tensor: TensorSpec) -> None:
-        """`targets`: [experts, rows, columns] each, which together have all experts; they may lie apart."""
+        """`targets`: [experts, rows, columns] each, which together have all that are here; they may lie apart."""
+        matrices = [matrix for target in targets for matrix in target]
         if self.checkpoint is None:
             # By expert: wherever each of them lies, its numbers are the same.
-            for expert, matrix in enumerate(matrix for target in targets for matrix in target):
+            for expert, matrix in zip(tensor.expert_numbers, matrices, strict=True):
                 made = replace(whole_of(tensor), name=f"{expert}.{tensor.name}")
                 fill_piece(matrix, tensor, partial(fill_dummy, tensor=made, tied=self.tied))
             self.step()
             return
-        matrices = [matrix for target in targets for matrix in target]
         if (packed := self.stored[tensor.name].packed) is not None:
             layout = scaled_layout(packed.packing, tensor, self.stored[tensor.name])
             layout = replace(layout, ordered=packed.packing.act_order)

@@ -125,6 +125,7 @@ def _holdfast_settings(fit: Plan, sequences: int) -> dict[str, object]:
         "expand_weights": None if asked.expand_weights == "auto" else asked.expand_weights,
         **_offload_settings(fit),
         **parallel(fit),
+        "enable_expert_parallel": True if fit.own is not None and any(one.experts for one in fit.own.shards) else None,
         "enable_lora": True if asked.max_loras else None,
         "max_loras": asked.max_loras or None,
         "max_lora_rank": asked.max_lora_rank if asked.max_loras else None,
@@ -167,8 +168,10 @@ def _holdfast_problems(fit: Plan, settings: Mapping[str, object]) -> list[str]:
             check_gpu_ranks(fit.tensor_parallel, fit.pipeline_parallel, environment={})
     except ConfigurationError as error:
         problems.append(f"Holdfast does not support this yet: {error.message}")
-    if fit.question.settings.expert_parallel and fit.question.settings.data_parallel > 1:
+    if fit.question.settings.expert_parallel and fit.question.settings.data_parallel > 1 and on_gpu:
         problems.append("Holdfast does not divide experts over engines yet: each of -dp has the whole model")
+    if fit.question.settings.expert_parallel and fit.tensor_parallel > 1 and on_gpu:
+        problems.append("Holdfast deals whole experts out among ranks on a CPU alone so far")
     lacking = lacks_engine("holdfast", [rank.device.gpu for rank in fit.ranks])
     if lacking is not None:
         problems.append(lacking)

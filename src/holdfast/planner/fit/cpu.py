@@ -212,7 +212,8 @@ def count_on_cpu(question: Question, limits: Limits, *, expand: bool) -> CpuCoun
     assert weights is not None, "asked of what runs_on_cpu says this engine runs"
     spec = weights.spec
     compiled, step = question.machine.compiled_kernels and dtype == "float32", limits.max_num_batched_tokens
-    shares = rank_shares(Same(weights), settings.ranks, settings.stages, dtype=dtype, expand=expand, compiled=compiled)
+    split = settings.ranks, settings.stages, settings.expert_placement if settings.expert_parallel else None
+    shares = rank_shares(Same(weights), *split, dtype=dtype, expand=expand, compiled=compiled)
     streamed = None
     if settings.streamed_layers:
         by_layer = weights.by_layer(dtype=dtype, expand=expand, compiled=compiled)

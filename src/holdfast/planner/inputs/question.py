@@ -142,7 +142,9 @@ class Settings:
     data_parallel: int = 1
     """Replicas, of which one is planned."""
     expert_parallel: bool = False
-    """Ranks, those of all replicas together, have whole experts each, not a part of every one."""
+    """Ranks have whole experts each, not a part of every one: on GPUs those of all replicas together."""
+    expert_placement: Literal["linear", "round_robin"] = "linear"
+    """Which, on a CPU."""
     rope_scaling: str | None = None
     """As it was written: the model has it already."""
     spec_method: str | None = None

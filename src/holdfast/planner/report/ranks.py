@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from holdfast.planner.fit.result import Plan
+from holdfast.planner.sizing.rank_shares import whole_experts
 from holdfast.units import format_bytes
 
 
@@ -17,14 +18,16 @@ def rank_rows(found: Plan) -> list[dict[str, Any]]:
     spec, rows = found.question.model.spec, list[dict[str, Any]]()
     for rank, weights in enumerate(own.rank_weights):
         stage, shard = own.part_of(rank)
+        layers = spec.layers if stage is None else spec.layers[stage.first : stage.last]
         rows.append(
             {
                 "rank": rank,
                 "stage": 0 if stage is None else stage.index,
                 "first_layer": 0 if stage is None else stage.first,
-                "layers": len(spec.layers) if stage is None else stage.layers,
+                "layers": len(layers),
                 "heads": spec.heads if shard is None else shard.head_count,
                 "kv_heads": spec.kv_heads if shard is None else shard.kv_head_count,
+                "experts": whole_experts(spec, stage, shard),
                 "weights_bytes": weights,
                 "kv_pool_bytes": own.blocks * own.layout_of(rank).page_bytes,
             }
@@ -34,9 +37,14 @@ def rank_rows(found: Plan) -> list[dict[str, Any]]:
 
 def rank_lines(found: Plan) -> Iterator[str]:
     rows = rank_rows(found)
+    dealt_out = any(row["experts"] for row in rows)
     if rows:
-        yield f"  {'rank':>4}  {'stage':>5}  {'layers':>9}  {'heads':>5}  {'KV heads':>8}  {'weights':>10}  {'KV':>10}"
+        experts = f"  {'experts':>7}" if dealt_out else ""
+        heads = f"  {'heads':>5}  {'KV heads':>8}"
+        yield f"  {'rank':>4}  {'stage':>5}  {'layers':>9}{heads}{experts}  {'weights':>10}  {'KV':>10}"
     for row in rows:
         layers = f"{row['first_layer']} to {row['first_layer'] + row['layers'] - 1}"
         sizes = "".join(f"  {format_bytes(row[name]):>10}" for name in ("weights_bytes", "kv_pool_bytes"))
-        yield f"  {row['rank']:>4}  {row['stage']:>5}  {layers:>9}  {row['heads']:>5}  {row['kv_heads']:>8}{sizes}"
+        experts = f"  {row['experts']:>7}" if dealt_out else ""
+        heads = f"  {row['heads']:>5}  {row['kv_heads']:>8}"
+        yield f"  {row['rank']:>4}  {row['stage']:>5}  {layers:>9}{heads}{experts}{sizes}"

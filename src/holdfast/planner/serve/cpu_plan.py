@@ -23,7 +23,7 @@ from holdfast.planner.inputs.question import Device, Machine, PlannedModel, Ques
 from holdfast.planner.models.requested import requested
 from holdfast.planner.serve import refusals
 from holdfast.planner.serve.engines import one_share, ram_share
-from holdfast.planner.serve.ranks import refuse_with_ranks
+from holdfast.planner.serve.ranks import expert_parallel_said, refuse_with_ranks
 from holdfast.planner.serve.streamed import with_streamed_layers
 from holdfast.planner.sizing.default_limits import beside_decision, check_step
 from holdfast.units import format_bytes
@@ -78,11 +78,13 @@ def make_cpu_plan(
                 lora_copies=tried.lora_copies,
                 ranks=tried.tensor_parallel_size,
                 stages=tried.pipeline_parallel_size,
+                expert_parallel=tried.enable_expert_parallel,
+                expert_placement=tried.expert_placement_strategy,
                 structured_output=not tried.skip_tokenizer_init,
                 kv_store_size=0 if tried.kv_store is None else tried.kv_store_size or KV_STORE_USUAL_BYTES,
                 front_bytes=front_bytes // tried.data_parallel_size,
             ),
-            decisions=(_budget(tried, machine), *wanted.decisions),
+            decisions=(_budget(tried, machine), *wanted.decisions, *expert_parallel_said(tried)),
         )
         found = fit(question)
         if not found.fits and tried.nvme_path is not None:

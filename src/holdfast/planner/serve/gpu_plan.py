@@ -36,7 +36,7 @@ from holdfast.planner.serve.cpu_plan import planned_model, without_tensors
 from holdfast.planner.serve.engines import ram_share
 from holdfast.planner.serve.gpu_ranks import gpus_of_ranks, rank_decision, tightest
 from holdfast.planner.serve.offload import alternative, host_share, with_offload
-from holdfast.planner.serve.ranks import refuse_with_ranks
+from holdfast.planner.serve.ranks import expert_parallel_said, refuse_with_ranks
 from holdfast.planner.serve.settle import longest_context
 from holdfast.planner.sizing.default_limits import check_step
 from holdfast.planner.sizing.dtype import check_type, is_fp8
@@ -169,7 +169,7 @@ def _gpu_plan(
             ranks=config.tensor_parallel_size,
             front_bytes=front_bytes,
         ),
-        decisions=decisions,
+        decisions=(*decisions, *expert_parallel_said(config)),
     )
     found = fit(question)
     if found.kv_dtype != found.dtype and not is_fp8(found.kv_dtype):

@@ -7,13 +7,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 
-from holdfast.checkpoints import StoredTensor, packing_of
+from holdfast.checkpoints import Packing, StoredTensor, packing_of
 from holdfast.config import EngineConfig
 from holdfast.config.offload import offload_request
 from holdfast.config.quantization import MADE_WHILE_LOADING
 from holdfast.config.unsupported import NOT_WITH_RANKS
 from holdfast.errors import ConfigurationError
 from holdfast.models import ModelSpec, TensorSpec
+from holdfast.observability.decisions import Decision
 
 ONE_RANK = "leave --tensor-parallel-size and --pipeline-parallel-size out"
 
@@ -22,6 +23,7 @@ def refuse_with_ranks(
     config: EngineConfig, spec: ModelSpec, stored: Mapping[str, StoredTensor] | None, *, compiled_kernels: bool
 ) -> None:
     """Raises ConfigurationError for the first of them. Nothing is refused of one rank."""
+    _check_experts(config, spec)
     sizes = {name: getattr(config, name) for name in ("tensor_parallel_size", "pipeline_parallel_size")}
     several = [f"{name} is {size}" for name, size in sizes.items() if size > 1]
     if not several:
@@ -39,6 +41,31 @@ def refuse_with_ranks(
             needed="one rank",
             fix=fix,
             field=field,
+        )
+
+
+def expert_parallel_said(config: EngineConfig) -> Iterator[Decision]:
+    """Where --enable-expert-parallel does less than its words, or than another engine does."""
+    if not config.enable_expert_parallel:
+        return
+    if config.tensor_parallel_size == 1:
+        reason = "it deals experts out among the ranks of --tensor-parallel-size, and one rank has all of them"
+        yield Decision("enable_expert_parallel", "without effect", reason, "set")
+    elif config.data_parallel_size > 1:
+        reason = "engines of --data-parallel-size share nothing: each deals all experts out among its own ranks"
+        yield Decision("enable_expert_parallel", "in each engine", reason, "set")
+
+
+def _check_experts(config: EngineConfig, spec: ModelSpec) -> None:
+    """That there are some to deal out, where that was asked for."""
+    if config.enable_expert_parallel and all(layer.experts is None for layer in spec.layers):
+        raise ConfigurationError(
+            "enable_expert_parallel is set, but this model has no experts",
+            code=NOT_WITH_RANKS,
+            needed="a model with experts",
+            found=spec.architecture,
+            fix="leave --enable-expert-parallel out",
+            field="enable_expert_parallel",
         )
 
 
@@ -79,6 +106,9 @@ def _of_gpus(config: EngineConfig, spec: ModelSpec, stored: Mapping[str, StoredT
     if config.data_parallel_size > 1:
         reason = "ranks on GPUs are of one engine so far"
         yield "data_parallel_size", reason, f"leave --data-parallel-size out, or {ONE_RANK}"
+    if config.enable_expert_parallel:
+        reason = "whole experts are dealt out among ranks on a CPU alone so far"
+        yield "enable_expert_parallel", reason, f"leave --enable-expert-parallel out, or {ONE_RANK}"
     reason = "scales of a KV cache in FP8{} are not found by ranks on GPUs yet"
     if config.kv_cache_dtype.startswith("fp8"):
         yield "kv_cache_dtype", reason.format(""), f"leave --kv-cache-dtype out, or {ONE_RANK}"
@@ -97,25 +127,33 @@ def _of_gpus(config: EngineConfig, spec: ModelSpec, stored: Mapping[str, StoredT
 def _of_divided_layers(
     config: EngineConfig, spec: ModelSpec, stored: Mapping[str, StoredTensor] | None
 ) -> Iterator[_Reason]:
-    packings = [one.packed.packing for one in (stored or {}).values() if one.packed is not None]
-    if any(packing.act_order for packing in packings):
+    of_experts = {tensor.name: _packing(tensor, spec, stored) for tensor in spec.tensors if tensor.experts}
+    others = [_packing(tensor, spec, stored) for tensor in spec.tensors if not tensor.experts]
+    whole = config.enable_expert_parallel
+    if any(one is not None and one.act_order for one in (*others, *(() if whole else of_experts.values()))):
         yield "tensor_parallel_size", "the columns of these weights have an order of their own (act-order)", ONE_RANK
-    if any(_rounds_rows(one, config, spec, stored) for one in spec.tensors if one.name.endswith(".experts.down")):
+    if whole and any(one is not None and one.inputs != "plain" and one.static_inputs for one in of_experts.values()):
+        # Whole experts are multiplied as on one rank, but for this scale.
+        reason = "inputs of all experts of a layer are rounded with one stored scale, which is found among all of them"
+        yield "enable_expert_parallel", reason, f"leave --enable-expert-parallel out, or {ONE_RANK}"
+    made = spec.quantization is None and config.asked_quantization == "fp8"
+    last = [one for name, one in of_experts.items() if name.endswith(".experts.down")]
+    if not whole and last and (made or any(_rounds_rows(one) for one in last)):
         reason = "what comes into an expert's last matrix is rounded by rows, which ranks would do each by its own part"
-        yield "tensor_parallel_size", reason, ONE_RANK
+        fix = f"--enable-expert-parallel, which divides no expert, or {ONE_RANK}"
+        yield "tensor_parallel_size", reason, fix
 
 
-def _rounds_rows(
-    tensor: TensorSpec, config: EngineConfig, spec: ModelSpec, stored: Mapping[str, StoredTensor] | None
-) -> bool:
-    """Its inputs have one scale a row, which is found when they come."""
-    if spec.quantization is None:
-        return config.asked_quantization == "fp8"
-    if stored is None:
-        packing = packing_of(spec.quantization, tensor, spec.stored_dtype)
-    else:
+def _packing(tensor: TensorSpec, spec: ModelSpec, stored: Mapping[str, StoredTensor] | None) -> Packing | None:
+    """As it is stored, or would be where it is made up; None: in plain numbers, or blocks."""
+    if stored is not None:
         found = stored[tensor.name].packed if tensor.name in stored else None
-        packing = None if found is None else found.packing
+        return None if found is None else found.packing
+    return None if spec.quantization is None else packing_of(spec.quantization, tensor, spec.stored_dtype)
+
+
+def _rounds_rows(packing: Packing | None) -> bool:
+    """Inputs have one scale a row, which is found when they come."""
     return packing is not None and packing.inputs != "plain" and not packing.static_inputs and not packing.input_group
 
 

@@ -26,7 +26,7 @@ from holdfast.models.shards import Shard
 from holdfast.models.stages import LayerStage, rank_spec
 from holdfast.observability.decisions import Decision
 from holdfast.planner.sizing.engine_weights import EngineWeights
-from holdfast.planner.sizing.shards import divide
+from holdfast.planner.sizing.shards import Placement, divide
 from holdfast.planner.sizing.stages import divide_stages
 from holdfast.planner.sizing.terms import Term
 from holdfast.units import MIB, counted, format_bytes
@@ -51,6 +51,8 @@ class RankShares:
     """Of the ranks of each stage. Empty: one rank has all of its layers."""
     stages: tuple[LayerStage, ...] = ()
     """Empty: every rank has a part of all layers."""
+    placement: Placement | None = None
+    """Of whole experts; None: ranks have a part of every one, or there are none."""
 
     @property
     def count(self) -> int:
@@ -75,10 +77,17 @@ class RankShares:
         """A row for each rank, where there are several. `rank_weights`: bytes of each one's weights."""
         if self.count == 1:
             return []
-        rows = "; ".join(_rows([(nbytes, *self._of(rank)) for rank, nbytes in enumerate(rank_weights)]))
+        rows = "; ".join(_rows(self.spec, [(nbytes, *self._of(rank)) for rank, nbytes in enumerate(rank_weights)]))
         ranks = Decision("tensor_parallel_size", str(len(self.shards)), "in each stage" if self.stages else rows, "set")
         stages = Decision("pipeline_parallel_size", str(len(self.stages)), f"stages by bytes: {rows}", "set")
-        return [*([ranks] if self.shards else ()), *([stages] if self.stages else ())]
+        return [*([ranks] if self.shards else ()), *([stages] if self.stages else ()), *self._dealt_out()]
+
+    def _dealt_out(self) -> Iterator[Decision]:
+        if self.placement is not None:
+            counts = ", ".join(str(shard.expert_count) for shard in self.shards)
+            kept = "attention, shared experts and the vocabulary are divided as without it"
+            reason = f"{self.placement}: ranks have {counts} whole experts of each layer; {kept}"
+            yield Decision("enable_expert_parallel", counts, reason, "set")
 
     def rank_weights(self, *, dtype: str) -> tuple[int, ...]:
         """Bytes of each rank's, as they lie on a GPU."""
@@ -151,22 +160,30 @@ Part = tuple[int, LayerStage | None, Shard | None]
 """Bytes of a rank's weights, its stage, and its place in it."""
 
 
-def _rows(parts: Sequence[Part]) -> Iterator[str]:
+def _rows(spec: ModelSpec, parts: Sequence[Part]) -> Iterator[str]:
     """What ranks have, for people: those that follow one another with as much in one row."""
     number = 0
-    for words, alike in groupby(part_words(*part) for part in parts):
+    for words, alike in groupby(part_words(spec, *part) for part in parts):
         count = len(list(alike))
         who = f"rank {number} has" if count == 1 else f"ranks {number} to {number + count - 1} have"
         yield f"{who} {words}{'' if count == 1 else ' each'}"
         number += count
 
 
-def part_words(nbytes: int, stage: LayerStage | None, shard: Shard | None) -> str:
+def whole_experts(spec: ModelSpec, stage: LayerStage | None, shard: Shard | None) -> int:
+    """That a rank has of each of its layers with experts; 0: a part of every one, or none. `spec`: of the model."""
+    layers = spec.layers if stage is None else spec.layers[stage.first : stage.last]
+    return shard.expert_count if shard is not None and any(layer.experts is not None for layer in layers) else 0
+
+
+def part_words(spec: ModelSpec, nbytes: int, stage: LayerStage | None, shard: Shard | None) -> str:
     parts = [f"{format_bytes(nbytes)} of weights"]
     if stage is not None:
         parts.append(layer_words(stage))
     if shard is not None:
         parts.append(f"{counted(shard.head_count, 'head')} over {counted(shard.kv_head_count, 'KV head')}")
+    if experts := whole_experts(spec, stage, shard):
+        parts.append(f"{counted(experts, 'expert')} of each layer")
     return f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
@@ -210,15 +227,16 @@ def _staged_bytes(tensor: TensorSpec, kept: StoredTensor | None, layout: str | S
     """`kept`: this rank's part of what is stored; None: it is made up. Experts come one by one."""
     experts = tensor.experts or 1
     own = 0 if kept is None else kept.nbytes // experts
-    if tensor.piece is None:
+    piece = tensor.cut
+    if piece is None:
         return own
-    whole = prod(tensor.piece.whole) // experts
-    made = layout.bytes_for(*tensor.piece.whole[-2:]) if isinstance(layout, ScaledLayout) else 0
+    whole = prod(piece.whole) // experts
+    made = layout.bytes_for(*piece.whole[-2:]) if isinstance(layout, ScaledLayout) else 0
     if kept is None:
         return made or whole * cpu.ELEMENT_BYTES[dtype]
     if kept.packed is None and not (made and kept.layout in PLAIN):
         # Ranges of rows where they go; columns are cut out of rows a tile at a time.
-        return own + (COLUMNS_TILE_BYTES if tensor.piece.axis == len(tensor.piece.whole) - 1 else 0)
+        return own + (COLUMNS_TILE_BYTES if piece.axis == len(piece.whole) - 1 else 0)
     return own * whole // (tensor.elements // experts) + (made or whole * cpu.ELEMENT_BYTES[dtype])
 
 
@@ -230,18 +248,26 @@ def _divided_bytes(spec: ModelSpec, limits: Limits) -> int:
 
 @lru_cache(maxsize=64)
 def rank_shares(
-    weights: Same[EngineWeights], size: int, stages: int = 1, *, dtype: str, expand: bool, compiled: bool
+    weights: Same[EngineWeights],
+    size: int,
+    stages: int = 1,
+    placement: Placement | None = None,
+    *,
+    dtype: str,
+    expand: bool,
+    compiled: bool,
 ) -> RankShares:
-    """Of `size` ranks in each of so many stages. How weights are held decides what a stage's layers take. Raises
-    ConfigurationError for sizes that cannot be."""
+    """Of `size` ranks in each of so many stages. How weights are held decides what a stage's layers take.
+    `placement`: of whole experts; None: ranks have a part of every one. Raises ConfigurationError for sizes that cannot
+    be."""
     whole = weights.held
-    shards = divide(whole.spec, whole.stored, size, whole.quantize) if size > 1 else ()
+    shards = divide(whole.spec, whole.stored, size, placement, whole.quantize) if size > 1 else ()
     divided: tuple[LayerStage, ...] = ()
     if stages > 1:
         nbytes = whole.by_name(dtype=dtype, expand=expand, compiled=compiled)
         divided = divide_stages(whole.spec, nbytes, stages)
     ranks = tuple(_share(whole, stage, shard) for stage in divided or (None,) for shard in shards or (None,))
-    return RankShares(whole.spec, ranks, shards, divided)
+    return RankShares(whole.spec, ranks, shards, divided, placement if any(one.experts for one in shards) else None)
 
 
 def gpu_rank_shares(weights: Same[EngineWeights], size: int, *, dtype: str) -> RankShares:

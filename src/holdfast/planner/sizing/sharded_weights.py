@@ -22,14 +22,13 @@ from holdfast.footprint.cpu import ELEMENT_BYTES
 from holdfast.footprint.identity_key import Same
 from holdfast.models import ModelSpec, TensorSpec
 from holdfast.models.quantization import QuantSpec
+from holdfast.models.spec import EXPERTS_AXIS
 from holdfast.planner.inputs.question import PlannedModel
 from holdfast.units import counted
 
 DTYPE_BYTES = ELEMENT_BYTES
 AS_STORED = "stored"
 """In the place of a type: plain tensors of a file stay what they are, as llama.cpp keeps them."""
-EXPERTS_AXIS = 0
-"""Of a stack of experts' matrices."""
 VOCABULARY_PAD = 64
 """Engines pad the vocabulary to a multiple of this on every rank."""
 TP_NOT_POSSIBLE, PP_NOT_POSSIBLE = "HF131", "HF132"

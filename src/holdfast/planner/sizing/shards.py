@@ -4,6 +4,7 @@ what is stored may be cut.
     attention   at KV heads with the query heads that read them; where there are more ranks than KV heads, several ranks
                 have one KV head and share its query heads
     MLP         at blocks and groups of the matrix down, whose columns are gate's and up's rows
+    experts     the same of each, or whole ones dealt out: the first to the first rank, or in turns
     vocabulary  anywhere but within a square block of scales
 
 Counts no bytes. A size that cannot be is refused with those that can.
@@ -16,12 +17,13 @@ from dataclasses import dataclass
 from functools import reduce
 from itertools import pairwise
 from math import lcm
+from typing import Literal
 
 from holdfast.checkpoints import LAYOUTS, Packing, StoredTensor, packing_of
 from holdfast.checkpoints.formats.quantized_tensors import BNB_BLOCK, MXFP4_BLOCK
 from holdfast.errors import ConfigurationError
 from holdfast.footprint.layouts import Quantize, quantized_layout
-from holdfast.models import ModelSpec, TensorSpec
+from holdfast.models import ExpertsSpec, ModelSpec, TensorSpec
 from holdfast.models.shards import Range, Shard
 from holdfast.planner.sizing.sharded_weights import TP_NOT_POSSIBLE
 from holdfast.units import counted
@@ -34,6 +36,10 @@ LEAST_COLUMNS = 8
 """Of an expert's piece: grouped products read rows so."""
 
 Stored = Mapping[str, StoredTensor] | None
+
+
+Placement = Literal["linear", "round_robin"]
+"""Of whole experts, in vLLM's words: neighbours on one rank, or one after the other on the next."""
 
 
 class _CannotBe(Exception):
@@ -52,40 +58,57 @@ class _Cuts:
     vocab_rows: int
 
 
-def divide(spec: ModelSpec, stored: Stored, size: int, quantize: Quantize | None = None) -> tuple[Shard, ...]:
-    """One for each of `size` ranks. `quantize`: what plain matrices become while they are loaded. Raises
-    ConfigurationError for a size that cannot be, with those that can."""
+def divide(
+    spec: ModelSpec,
+    stored: Stored,
+    size: int,
+    placement: Placement | None = None,
+    quantize: Quantize | None = None,
+) -> tuple[Shard, ...]:
+    """One for each of `size` ranks. `placement`: of whole experts; None: ranks have a part of every one. `quantize`:
+    what plain matrices become while they are loaded. Raises ConfigurationError for a size that cannot be, with those
+    that can."""
     cuts = _cuts(spec, stored, quantize)
     try:
-        return _divided(spec, cuts, size)
+        return _divided(spec, cuts, size, placement)
     except _CannotBe as reason:
         why = str(reason)
-    sizes = [one for one in range(1, MOST_RANKS + 1) if one != size and _can_be(spec, cuts, one)]
+    sizes = [one for one in range(1, MOST_RANKS + 1) if one != size and _can_be(spec, cuts, one, placement)]
+    fix = f"--tensor-parallel-size {max([one for one in sizes if one < size], default=1)}"
+    if placement is None and _experts(spec) is not None and _can_be(spec, cuts, size, "linear"):
+        fix = f"--enable-expert-parallel (on a CPU), which divides no expert, or {fix}"
     raise ConfigurationError(
         f"tensor_parallel_size is {size}, but {why}",
         code=TP_NOT_POSSIBLE,
         needed=f"one of {', '.join(map(str, sizes))}",
         found=str(size),
-        fix=f"--tensor-parallel-size {max([one for one in sizes if one < size], default=1)}",
+        fix=fix,
         field="tensor_parallel_size",
     )
 
 
-def _can_be(spec: ModelSpec, cuts: _Cuts, size: int) -> bool:
+def _can_be(spec: ModelSpec, cuts: _Cuts, size: int, placement: Placement | None) -> bool:
     try:
-        _divided(spec, cuts, size)
+        _divided(spec, cuts, size, placement)
     except _CannotBe:
         return False
     return True
 
 
-def _divided(spec: ModelSpec, cuts: _Cuts, size: int) -> tuple[Shard, ...]:
-    experts = next((layer.experts for layer in spec.layers if layer.experts is not None), None)
-    dense = any(layer.experts is None for layer in spec.layers)
+def _experts(spec: ModelSpec) -> ExpertsSpec | None:
+    return next((layer.experts for layer in spec.layers if layer.experts is not None), None)
+
+
+def _divided(spec: ModelSpec, cuts: _Cuts, size: int, placement: Placement | None) -> tuple[Shard, ...]:
+    experts, dense = _experts(spec), any(layer.experts is None for layer in spec.layers)
     routed, shared = (0, 0) if experts is None else (experts.intermediate_size, experts.shared_intermediate_size)
     heads = _heads(spec, cuts, size)
     inner = _ranges(spec.intermediate_size if dense else 0, cuts.inner, size, "columns of the MLP")
-    expert_inner = _ranges(routed, cuts.expert_inner, size, "columns of an expert", least=LEAST_COLUMNS)
+    if placement is None or experts is None:
+        expert_inner = _ranges(routed, cuts.expert_inner, size, "columns of an expert", least=LEAST_COLUMNS)
+        dealt: list[tuple[Range, ...]] = [()] * size
+    else:
+        expert_inner, dealt = [(0, routed)] * size, _dealt_out(experts.count, size, placement)
     shared_inner = _ranges(shared, cuts.shared_inner, size, "columns of the shared expert", least=LEAST_COLUMNS)
     vocab = _ranges(spec.vocab_size, cuts.vocab_rows, size, "rows of the vocabulary")
     return tuple(
@@ -98,9 +121,19 @@ def _divided(spec: ModelSpec, cuts: _Cuts, size: int) -> tuple[Shard, ...]:
             expert_inner=expert_inner[rank],
             shared_inner=shared_inner[rank],
             vocab=vocab[rank],
+            experts=dealt[rank],
         )
         for rank in range(size)
     )
+
+
+def _dealt_out(count: int, size: int, placement: Placement) -> list[tuple[Range, ...]]:
+    """Whole experts: as many on each rank, one more on the first ones where they do not come out even."""
+    if placement == "linear":
+        return [(part,) for part in _ranges(count, 1, size, "experts", whole_only=True)]
+    if count < size:
+        raise _CannotBe(f"the model has {counted(count, 'expert')}, fewer than one for each rank")
+    return [tuple((number, number + 1) for number in range(rank, count, size)) for rank in range(size)]
 
 
 def _heads(spec: ModelSpec, cuts: _Cuts, size: int) -> list[tuple[Range, Range]]:
