@@ -16,6 +16,7 @@ from expert_gguf import write_expert_gguf
 from greedy_runs import assert_model_s_answers, make_core, tight_blocks
 from quantized_files import Format, compressed, write_quantized
 from thread_ranks import ThreadRanks, assert_same_of_ranks
+from tiny_experts import CONFIG
 
 from holdfast.checkpoints import match
 from holdfast.checkpoints.checkpoint import Checkpoint
@@ -27,8 +28,10 @@ from holdfast.execution import native
 from holdfast.execution.layers.linear import DenseLinear
 from holdfast.execution.parallel.layers.routing import Crowding, FirstRanksRouter
 from holdfast.execution.runner import RunnerLimits
+from holdfast.execution.weights.load import load_weights
 from holdfast.footprint.identity_key import Same
 from holdfast.models import ModelSpec, from_config, from_gguf
+from holdfast.models.shards import shard_spec
 from holdfast.planner.serve.ranks import NOT_WITH_RANKS, refuse_with_ranks
 from holdfast.planner.sizing.engine_weights import EngineWeights
 from holdfast.planner.sizing.rank_shares import rank_shares
@@ -172,6 +175,34 @@ def test_experts_in_formats_that_are_not_divided(name: str, oracles: Callable[..
     assert refused.value.code == NOT_WITH_RANKS
     refuse_with_ranks(replace(config, enable_expert_parallel=True), spec, stored, compiled_kernels=True)
     assert_same_of_ranks(spec, opened, size=2, placement="linear", expand=False, compiled=name == "act-order")
+
+
+@pytest.mark.parametrize("made", ["fp8", pytest.param("int4", marks=pytest.mark.long)])
+def test_experts_are_quantized_by_their_rank_as_by_one(made: str, oracles: Callable[..., Any]) -> None:
+    """While they are loaded. What comes into them is rounded by whole rows, which each rank has."""
+    oracle = oracles("Qwen3Moe", seed=1, **{**QWEN3, "moe_intermediate_size": 64, "head_dim": 64})
+    loading = {"quantize": made, "expand": False, "compiled": True}
+    asks = made == "fp8"
+    assert_same_of_ranks(
+        oracle.spec, oracle.checkpoint, size=2, placement="round_robin", rounded=asks, in_python=asks, **loading
+    )
+
+
+def test_dummies_of_codes_are_the_same_expert_s_wherever_it_is() -> None:
+    settings = {**CONFIG, "vocab_size": 300, "hidden_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": 1}
+    said = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}
+    spec = from_config({**settings, "quantization_config": said})
+
+    def numbers(own: ModelSpec) -> torch.Tensor:
+        weights = load_weights(own, None, dtype=torch.float32, device=torch.device("cpu"), expand=False, whole=spec)
+        matrix = weights.layers[0].mlp.down.matrix
+        found = torch.empty((matrix.rows, matrix.columns))
+        matrix.dequantize(0, matrix.rows, found)
+        return found.view(-1, 128, 64)
+
+    whole = numbers(spec)
+    for shard in divide(spec, None, 2, "round_robin"):
+        assert torch.equal(numbers(shard_spec(spec, shard)), whole[shard.rank :: 2])
 
 
 class _Alone:

@@ -94,6 +94,20 @@ def test_ranks_answer_with_adapters_as_one_does(
         ranks.close()
 
 
+def test_adapters_of_attention_are_divided_beside_whole_experts(oracles: Callable[..., Any], tmp_path: Path) -> None:
+    experts = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 32}
+    oracle = oracles("Qwen3Moe", **experts)
+    refs = refs_of(oracle.spec, oracle.folder, tmp_path, ("q_proj", "k_proj", "v_proj", "o_proj"))
+    weights = load_weights(
+        oracle.spec, oracle.checkpoint(), dtype=torch.float32, device=torch.device("cpu"), expand=True
+    )
+    one = Runner(oracle.spec, weights, layout_of(oracle.spec), LIMITS, torch.device("cpu"), lora=LORA)
+    one.back_kv(BLOCKS)
+    ranks = ThreadRanks(oracle.spec, oracle.checkpoint, LIMITS, BLOCKS, size=2, placement="linear", lora=LORA)
+    assert answers_of(ranks.runner, ranks.layout, refs) == answers_of(one, one.layout, refs)
+    ranks.close()
+
+
 def test_parts_of_all_ranks_are_the_whole_adapter(oracles: Callable[..., Any], tmp_path: Path) -> None:
     """Side by side, or with products added up; and of the KV head that two ranks have, both have it."""
     oracle = oracles("Llama", num_key_value_heads=1, num_hidden_layers=2)
