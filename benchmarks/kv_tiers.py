@@ -1,7 +1,7 @@
 """KV beyond the pool on a GPU: conversations that come back from RAM and disk, and what that costs those who decode.
 
     python -m benchmarks.kv_tiers ROW [ROW...]      rows: ram, recompute, at-once, decode, nothing-to-reuse,
-                                                    disk DIR, disk-again DIR
+                                                    disk DIR, disk-again DIR, shrink-moved, shrink-swapped
         ram, recompute      32 conversations of 16k tokens over a pool that holds 8 (8B bf16), each asked twice in turn,
                             with 72 GiB of --kv-ram and without: seconds to the first token of the second round
         at-once             the same with RAM, the second round all at once: the last first token
@@ -9,6 +9,7 @@
         nothing-to-reuse    prompts that nobody asked before, with RAM and without
         disk DIR            four conversations of 16k tokens of a 70B in int4, asked twice, to be run before
         disk-again DIR      the same four after a restart: seconds to the first token, and of ones that are new
+        shrink-moved, shrink-swapped    a pool of 40 GiB becomes one of 20 while streams run: benchmarks/kv_shrink.py
 
 Dummy weights in real shapes, token ids, no tokenizer; a line of JSON each. Engines are stepped in this process.
 """
@@ -24,6 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks import kv_shrink
 from benchmarks.gpu_worker import SHAPES
 from benchmarks.random_checkpoints import awq_config
 from benchmarks.tiers import LLAMA_70B
@@ -178,6 +180,8 @@ def main(arguments: list[str]) -> None:
             nothing_to_reuse(row)
         elif row in ("disk", "disk-again") and arguments:
             disk(row, arguments.pop(0), again=row == "disk-again")
+        elif row in ("shrink-moved", "shrink-swapped"):
+            kv_shrink.main([row.removeprefix("shrink-")])
         else:
             raise SystemExit(__doc__)
 

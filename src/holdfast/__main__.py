@@ -10,13 +10,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from holdfast.engine.startup.prespawn import EarlyProcess
 
+INTERRUPTED_EXIT = 128 + 2
+"""As a shell says of a program that was ended by Ctrl-C."""
+
 
 def main() -> int:
-    early = begin_engine(sys.argv[1:])
+    early = None
     try:
+        early = begin_engine(sys.argv[1:])
         from holdfast.cli.main import main as run_command
 
         return run_command(early=early)
+    except KeyboardInterrupt:  # Before there was a command to hear it.
+        return INTERRUPTED_EXIT
     finally:
         if early is not None:
             early.end()  # Nothing to do where it was taken over and has ended.

@@ -198,7 +198,7 @@ class Wordy(FakeEngine):
 
     @property
     def info(self) -> EngineInfo:
-        lines = ["dtype = <img src=x onerror=alert(1)> (model): why", "max_num_seqs = 4 (planner): <b>memory</b>"]
+        lines = ["dtype = <img src=x onerror=alert(1)> (model): why", "max_num_seqs = 4 (planner): <b>memory"]
         return msgspec.structs.replace(super().info, decisions=lines, lowered=lines[1:])
 
 
@@ -210,7 +210,7 @@ def test_decisions_warnings_and_adapters_are_shown_as_text(browser: Chromium, la
     page.wait(TILES)
     page.run("document.querySelectorAll('details').forEach((one) => { one.open = true })")
     assert "dtype = <img src=x onerror=alert(1)> (model): why" in page.text("#decision-list")
-    assert "<b>memory</b>" in page.text("#notice-list")
+    assert "(planner): <b>memory" in page.text("#notice-list")
     assert "fix: " in page.run("getComputedStyle(document.querySelector('#notice-list code'), '::before').content")
     assert "holdfast plan MODEL" in page.text("#notice-list code")
     assert page.text("#adapter-list").startswith("<i>sql</i> idle, of base")

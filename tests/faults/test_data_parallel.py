@@ -9,17 +9,20 @@ from collections.abc import Callable
 import httpx
 import psutil
 import pytest
-from story_streams import STREAMS, TOKENS, all_streams
+from deadlines import PATIENCE_S
+from ended_processes import still_running
+from story_streams import STREAMS, TOKENS, all_streams, told_by_one
 
 
 def engines_of(server) -> list[psutil.Process]:
     """By their numbers, as /memory has them."""
-    return [psutil.Process(row["pid"]) for row in httpx.get(f"{server.url}/memory").json()["engines"]]
+    rows = httpx.get(f"{server.url}/memory", timeout=PATIENCE_S).json()["engines"]
+    return [psutil.Process(row["pid"]) for row in rows]
 
 
 def by_engine(server, name: str) -> dict[str, float]:
     found: dict[str, float] = {}
-    for line in httpx.get(f"{server.url}/metrics").text.splitlines():
+    for line in httpx.get(f"{server.url}/metrics", timeout=PATIENCE_S).text.splitlines():
         if line.startswith(f"{name}{{"):
             labels, _, value = line.rpartition(" ")
             engine = labels.partition('engine="')[2].partition('"')[0]
@@ -38,14 +41,12 @@ async def struck(server, strike: Callable[[psutil.Process], None], number: int) 
     after = engines_of(server)
     assert after[number].pid != before[number].pid
     assert after[1 - number].pid == before[1 - number].pid
-    assert not before[number].is_running() or before[number].status() == psutil.STATUS_ZOMBIE
+    assert not still_running([before[number]])
     return found
 
 
-async def test_two_engines_answer_as_one_and_outlive_each_other(start_server, tiny_arguments) -> None:
-    alone = start_server(*tiny_arguments).wait_ready()
-    expected = await all_streams(alone.url)
-    assert alone.stop() == 0
+async def test_two_engines_answer_as_one_and_outlive_each_other(start_server, tiny_model, tiny_arguments) -> None:
+    expected = told_by_one(tiny_model)
     server = start_server(*tiny_arguments, "-dp", "2", "--engine-hang-timeout", "8").wait_ready()
     assert await all_streams(server.url) == expected
     generated = by_engine(server, "vllm:generation_tokens_total")
@@ -53,7 +54,7 @@ async def test_two_engines_answer_as_one_and_outlive_each_other(start_server, ti
     assert min(generated.values()) >= STREAMS * TOKENS / 4, generated
     assert by_engine(server, "vllm:num_requests_running") == {"0": 0, "1": 0}
     assert min(by_engine(server, "vllm:iteration_tokens_total_count").values()) > 0
-    page = httpx.get(f"{server.url}/metrics").text.splitlines()
+    page = httpx.get(f"{server.url}/metrics", timeout=PATIENCE_S).text.splitlines()
     headers = [line for line in page if line.startswith("# TYPE")]
     assert len(headers) == len(set(headers))
 
@@ -62,7 +63,7 @@ async def test_two_engines_answer_as_one_and_outlive_each_other(start_server, ti
     assert "engine 0: the engine process exited (signal 9)" in server.log
     last = engines_of(server)
     assert server.stop() == 0
-    assert not [one for one in last if one.is_running()]
+    assert not still_running(last)
 
 
 @pytest.mark.long

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -64,7 +65,8 @@ async def stream(engine: ProcessEngine, request: Request, name: str) -> tuple[li
     return tokens, cached, gap_s
 
 
-async def streams(engine: ProcessEngine, prefix: str) -> tuple[list[list[int]], float]:
+async def streams(engine: ProcessEngine, prefix: str) -> tuple[list[list[int]], list[float]]:
+    """Tokens and longest gap of each, the oldest first: where not all have room, it stays."""
     asked = [(request, f"{prefix}-{request.request_id}") for request in requests()]
     running = {name: asyncio.create_task(stream(engine, request, name)) for request, name in asked}
     _, left = await asyncio.wait(running.values(), timeout=ROUND_S)
@@ -74,7 +76,13 @@ async def streams(engine: ProcessEngine, prefix: str) -> tuple[list[list[int]], 
             task.cancel()
         raise AssertionError(said)
     found = [task.result() for task in running.values()]
-    return [tokens for tokens, _, _ in found], max(gap_s for _, _, gap_s in found)
+    return [tokens for tokens, _, _ in found], [gap_s for _, _, gap_s in found]
+
+
+def stood_still_s(engine: ProcessEngine) -> float:
+    """For the last change of the pool; 0: there was none."""
+    found = re.findall(r"kv_pool = .*; steps stood still for (\d+) ms", "\n".join(engine.info.decisions))
+    return int(found[0]) / 1000 if found else 0.0
 
 
 async def described_hang(engine: ProcessEngine, left: list[str]) -> str:
@@ -135,15 +143,19 @@ async def test_the_pool_gives_way_to_a_neighbour_while_streams_run(shape: Callab
     async with serving(shape("1B"), yield_to_neighbours=True) as engine:
         full = engine.info.blocks
         plain, _ = await streams(engine, "alone")
-        rounds, gaps = 0, list[float]()
+        rounds, gaps, oldest, stood_s = 0, list[float](), list[float](), 0.0
         left = await asyncio.to_thread(neighbour.take, 2 * GIB)
         while engine.info.blocks == full or rounds < 3:
-            tokens, gap_s = await streams(engine, f"beside {rounds}")
+            tokens, (first, *others) = await streams(engine, f"beside {rounds}")
             assert tokens == plain
-            rounds, gaps = rounds + 1, [*gaps, gap_s]
+            rounds, gaps, oldest = rounds + 1, [*gaps, *others], [*oldest, first]
+            stood_s = max(stood_s, stood_still_s(engine))
             assert rounds < 40
         print(f"{left / GIB:.2f} GiB were free, {free() / GIB:.2f} after it gave way: {full} to {engine.info.blocks}")
-        print(f"longest gap of a stream {max(gaps):.2f} s in {rounds} rounds")
+        print(f"longest gap of the stream that stays {max(oldest):.2f} s, of others {max(gaps):.2f} s, {rounds} rounds")
+        print(f"steps stood still for {stood_s * 1000:.0f} ms at most")
+        assert 0 < stood_s < 0.5
+        assert max(oldest) < 0.5
         assert free() > left
         assert any("others hold" in line for line in engine.info.decisions)
         neighbour.end()

@@ -4,6 +4,8 @@ stay. Without a GPU its kernels run in the interpreter, and a simulated link bri
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,10 @@ K_QUANTS = "Q4_K", "Q5_K", "Q6_K"
 SIZES = {"num_hidden_layers": 3, "hidden_size": 32, "num_attention_heads": 2, "num_local_experts": 4}
 
 
+Kinds = tuple[str, str, str] | None
+"""Of the gate's, the up and the down matrices; None: numbers."""
+
+
 class Experts(Tiny):
     """Of three layers none, one and all but one of the experts stay; `few`: tokens of steps that copy nothing, None:
     all experts stay. `link_share`: the host computes what waits, but for so much of it."""
@@ -44,7 +50,7 @@ class Experts(Tiny):
     link_share: float | None = None
     swaps = 0
 
-    def __init__(self, folder: Path, few: int | None, kinds: tuple[str, str, str] | None = None) -> None:
+    def __init__(self, folder: Path, few: int | None, kinds: Kinds = None) -> None:
         more: dict[str, Any] = {"intermediate_size": 64} if kinds else {}
         if kinds == K_QUANTS:
             more = {"intermediate_size": 256, "hidden_size": 256}
@@ -102,9 +108,18 @@ def answers(model: Experts, device: torch.device) -> list[Any]:
     return found
 
 
+AllStay = Callable[[Kinds], list[Any]]
+
+
+@pytest.fixture(scope="module")
+def all_stay(tmp_path_factory: pytest.TempPathFactory, device: torch.device) -> AllStay:
+    """The answers of models whose experts all stay, each computed once."""
+    return cache(lambda kinds: answers(Experts(tmp_path_factory.mktemp("stay"), None, kinds), device))
+
+
 @pytest.mark.parametrize("few", [0, 4, 100], ids=["copied", "both", "over the link"])
 def test_answers_are_those_of_experts_that_all_stay(
-    few: int, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    few: int, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch, all_stay: AllStay
 ) -> None:
     """Bit for bit; in blocks where all are copied, and where none is. Experts change places before every step that may
     have it so."""
@@ -117,17 +132,17 @@ def test_answers_are_those_of_experts_that_all_stay(
         return [Swap(number, comes, draw.choice([expert for expert in range(4) if table[expert] >= 0]))]
 
     monkeypatch.setattr(ExpertUses, "look_at", any_two)
-    model = Experts(tmp_path, few, None if few == 4 else ("Q8_0", "Q8_0", "Q4_0"))
+    kinds = None if few == 4 else ("Q8_0", "Q8_0", "Q4_0")
+    model = Experts(tmp_path, few, kinds)
     found = answers(model, device)
     copied = model.copies.use().copied_bytes
     assert copied == 0 if few == 100 else copied > 0
     assert (model.swaps > 1) == (few > 0)
-    model.few = None
-    assert found == answers(model, device)
+    assert found == all_stay(kinds)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5])
-def test_the_host_computes_what_waits(share: float, tmp_path: Path, device: torch.device) -> None:
+def test_the_host_computes_what_waits(share: float, tmp_path: Path, device: torch.device, all_stay: AllStay) -> None:
     """Steps of few tokens, and many. Its sums are in another order."""
     model = Experts(tmp_path, 4)
     model.link_share = share
@@ -136,8 +151,7 @@ def test_the_host_computes_what_waits(share: float, tmp_path: Path, device: torc
     model.host._lost.fill_(1)  # As a GPU says that it waited in vain.
     with pytest.raises(EngineError, match="did not get what the host was to compute"):
         model.host.check()
-    model.few = None
-    wanted = answers(model, device)
+    wanted = all_stay(None)
     assert found[:2] == wanted[:2]
     for (tokens, logprobs), (same, expected) in zip(found[2:], wanted[2:], strict=True):
         assert tokens == same
@@ -149,30 +163,29 @@ def test_the_host_computes_what_waits(share: float, tmp_path: Path, device: torc
     [pytest.param(None, marks=pytest.mark.long), ("Q8_0", "Q4_0", "Q5_1")],
     ids=["numbers", "blocks"],
 )
-def test_experts_come_and_go_while_answers_are_computed(
-    kinds: tuple[str, str, str] | None, tmp_path: Path, device: torch.device
-) -> None:
+def test_experts_come_and_go_while_answers_are_computed(kinds: Kinds, tmp_path: Path, device: torch.device) -> None:
     """Bit for bit, whatever number of them stays, in steps of few tokens and of many."""
     model = Experts(tmp_path, 4, kinds)
     core = model.core(device, gpu=True, slots=2)
-    experts, draw, counts = core.runner.decoder.experts, random.Random(3), set[tuple[int, ...]]()
+    experts, counts = core.runner.decoder.experts, set[tuple[int, ...]]()
     assert experts is not None
     assert experts.movable
 
     def between() -> None:
-        if draw.random() < 0.5:
-            core.runner.change_experts(draw.choice([0, 1, 4, 7, experts.most_resident]))
+        if (count := next(changes, None)) is not None:
+            core.runner.change_experts(count)
             counts.add(experts.resident_counts)
             on_device = sum(plane.nbytes for _, stay in experts._planes.values() for plane in stay)
             assert on_device == experts.resident_bytes == core.runner.weights_bytes - fixed
             assert experts.nbytes + experts.resident_bytes == experts.bytes_with(sum(experts.resident_counts))
             assert experts.pinned_bytes == sum(piece.nbytes for piece in experts._pieces)
 
+    changes = iter([7, None, 0, experts.most_resident, 1, 4])
     fixed = core.runner.weights_bytes - experts.resident_bytes
-    params = [SamplingParams(max_tokens=8, seed=number, logprobs=2, ignore_eos=True) for number in range(2)]
+    params = [SamplingParams(max_tokens=5, seed=number, logprobs=2, ignore_eos=True) for number in range(2)]
     found = run(core, [prompt(1, 9), prompt(2, 1)], params, between=between)
     core.close()
-    assert len(counts) > 2
+    assert len(counts) == 5
     model.few = None
     plain = model.core(device, gpu=True, slots=2)
     assert told(found) == told(run(plain, [prompt(1, 9), prompt(2, 1)], params))

@@ -288,8 +288,8 @@ def given_up(collectives: Any, rank: int, size: int) -> tuple[str, float]:
 
 def nccl_alone(log: str) -> None:
     """A group of one rank, which is what NCCL has on one GPU: every call, and all of them in a graph."""
-    from holdfast.execution.parallel.gloo import open_store
     from holdfast.execution.parallel.gpu.nccl import NcclCollectives
+    from holdfast.execution.parallel.sockets.gloo import open_store
 
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)

@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import openai
 from deadlines import PATIENCE_S
 
+from holdfast import LLM, SamplingParams
+
 STREAMS = 32
 TOKENS = 16
+
+
+def prompt_of(place: int) -> str:
+    return f"Story number {place % 8}: " + "once upon a time " * (1 + place % 5)
+
+
+def told_by_one(tiny_model: Path) -> list[str]:
+    """What the streams of an engine that nothing happens to say, without a server."""
+    greedy = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+    settings = {"tokenizer": "smollm2", "dtype": "float32", "threads": 1, "kv_cache_memory_bytes": "64MiB"}
+    with LLM(str(tiny_model), load_format="dummy", **settings) as llm:
+        outputs = llm.generate([prompt_of(place) for place in range(STREAMS)], greedy, use_tqdm=False)
+    return [output.outputs[0].text for output in outputs]
 
 
 async def stream(client: openai.AsyncOpenAI, place: int, begun: asyncio.Semaphore) -> str:
     text, first = "", True
     answer = await client.completions.create(
         model="tiny",
-        prompt=f"Story number {place % 8}: " + "once upon a time " * (1 + place % 5),
+        prompt=prompt_of(place),
         max_tokens=TOKENS,
         temperature=0.0,
         stream=True,

@@ -68,7 +68,7 @@ def read_load(arguments: argparse.Namespace, url: str) -> tuple[Load, RunOptions
         extra_body=_json_object(arguments.extra_body, "extra-body") if arguments.extra_body else {},
     )
     allowed = Allowed(
-        objectives=parse_slo(arguments.slo) if arguments.slo else (),
+        objectives=() if arguments.slo is None else parse_slo(arguments.slo),  # An empty one is a script's mistake.
         headroom=parse_share(arguments.headroom, field="headroom"),
         error_share=parse_share(arguments.max_errors, field="max-errors"),
         limited_client=arguments.rate is not None and arguments.concurrency is not None,

@@ -17,9 +17,9 @@ from holdfast.bench.load.load import Load
 from holdfast.bench.load.profile import PEAK, level_at, span, total_seconds
 from holdfast.bench.measure.advice import advice
 from holdfast.bench.measure.figures import figures, gaps_of, mean_in_flight, tokens_between, tpot_of
-from holdfast.bench.measure.load_points import LoadPoint, knee, load_points, safe_point
+from holdfast.bench.measure.load_points import LoadPoint, knee, load_points, safe_point, until_it_ended
 from holdfast.bench.measure.objectives import limits
-from holdfast.bench.measure.samples import ServerSample, ServerSampler
+from holdfast.bench.measure.samples import ServerSample, ServerSampler, restarted
 from holdfast.bench.measure.steadiness import longest_stall, memory_drift, throughput_drift
 from holdfast.bench.measure.verdict import CLIENT, Allowed, BenchVerdict, RunEvidence, checks, reason_of
 from holdfast.bench.result import BenchResult, RequestColumns, Timeline
@@ -81,7 +81,8 @@ def make_result(
     start_s, answers = clients.start_s, sorted(clients.answers, key=lambda answer: answer.sent_s)
     allowed, slo = options.allowed, limits(options.allowed.objectives)
     last_s = max((answer.end_s for answer in answers), default=start_s)
-    points = load_points(answers, allowed.objectives)
+    asked = until_it_ended(answers) if sampler.same_process is False else answers
+    points = load_points(asked, allowed.objectives)
     safe = safe_point(points)
     begin_s, end_s = _window(load, options, safe, start_s, last_s)
     if interrupted_s is not None:
@@ -152,6 +153,8 @@ def _verdict(
     if options.advise and not sound:
         told = advice(
             options.model or target.root or target.model,
+            url=target.url,
+            ended=sampler.same_process is False and not restarted(sampler.samples),
             engine=sampler.engine or target.engine,
             asked=(load.prompt.high, load.output.high),
             local=sampler.local,

@@ -14,7 +14,7 @@ import msgspec
 from holdfast.bench.client.wire import trusted
 from holdfast.bench.load.load import CHAT, Load
 from holdfast.bench.load.prompts import WORDS
-from holdfast.doctor.probe.metrics_page import OK, client_for, get
+from holdfast.doctor.probe.metrics_page import OK, Reply, client_for, get
 from holdfast.errors import ConfigurationError, EngineError
 from holdfast.units import shorten
 
@@ -23,6 +23,7 @@ ASK_TIMEOUT_S = 120.0
 OWNERS = {"holdfast": "holdfast", "vllm": "vllm", "sglang": "sglang", "llamacpp": "llama.cpp"}
 """What /v1/models says of who owns a model."""
 UNREACHABLE, REFUSED, NOT_READY = "HF164", "HF165", "HF166"
+NEEDS_A_KEY = (401, 403)
 NO_ANSWER = (UNREACHABLE, REFUSED, NOT_READY)
 """There is no server, or none that answers."""
 
@@ -54,9 +55,7 @@ def find_target(url: str, key: str | None, model: str | None, certificate: str =
             code=UNREACHABLE,
             needed="an answer of GET /v1/models, or --model NAME",
             found=reply.said or f"HTTP {reply.status}",
-            fix="check that the server runs: holdfast serve; for one with a key set HOLDFAST_API_KEY"
-            if reply.status in (0, 401, 403)
-            else "--model NAME, as the server calls it",
+            fix=_way_out(url, reply),
         )
     if reply.status == 0:
         raise EngineError(
@@ -64,7 +63,7 @@ def find_target(url: str, key: str | None, model: str | None, certificate: str =
             code=UNREACHABLE,
             needed="a server with the OpenAI API",
             found=reply.said,
-            fix="check that the server runs: holdfast serve",
+            fix=_way_out(url, reply),
         )
     listed = reply.json().get("data")
     entries = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
@@ -81,6 +80,29 @@ def find_target(url: str, key: str | None, model: str | None, certificate: str =
         root=root if isinstance(root, str) else None,
         max_model_len=length if isinstance(length, int) else None,
         engine=OWNERS.get(str(entry.get("owned_by"))),
+    )
+
+
+def _way_out(url: str, reply: Reply) -> str:
+    """By the step on which a first request failed."""
+    rest = url.partition("://")[2]
+    if reply.status in NEEDS_A_KEY:
+        return "set HOLDFAST_API_KEY to a key of the server"
+    if reply.status:
+        return "--model NAME, as the server calls it"
+    if reply.failure == "tls":
+        verified = "CERTIFICATE" in reply.said
+        return (
+            "--certificate FILE, the server's --ssl-certfile, or --insecure"
+            if verified
+            else f"http://{rest}, where the server has no TLS"
+        )
+    if reply.failure == "name":
+        return "check the name of the host"
+    if reply.failure == "broken" and url.startswith("http://"):
+        return f"https://{rest}, where the server has TLS; else its log: holdfast doctor LOGFILE"
+    return (
+        "check the port, and that the server runs: holdfast ps lists those on this machine, holdfast serve starts one"
     )
 
 

@@ -17,7 +17,7 @@ import holdfast
 from holdfast.errors import HoldfastError, printable
 from holdfast.observability.codes import codes
 
-_SECRETS = ("--api-key",)
+_SECRETS = ("--api-key", "--node-secret")
 _HIDDEN = '"${API_KEY:?}"'
 """What a shell puts in, and stops at where it is not set."""
 

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from holdfast.config import offload as offload_config
-from holdfast.config import quantization as quantization_names
+from holdfast.config import nodes as nodes_config
 from holdfast.config import unsupported
+from holdfast.config.parts import offload as offload_config
+from holdfast.config.parts import quantization as quantization_names
 from holdfast.config.setting import (
     Origin,
     build,
@@ -37,7 +38,6 @@ LEAST_HANG_TIMEOUT_S = 5.0
 
 REFUSED: Mapping[str, str] = unsupported.ENGINE
 """vLLM's names for what is not there. Naming one is an error with this reason, never silence."""
-
 
 KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
 
@@ -346,6 +346,14 @@ class EngineConfig:
         whole(1),
         flags=("-pp", "--pp-size"),
     )
+    nnodes: int = nodes_config.nnodes_setting()
+    node_rank: int = nodes_config.node_rank_setting()
+    master_addr: str = nodes_config.master_addr_setting()
+    master_port: int = nodes_config.master_port_setting()
+    node_addr: str | None = nodes_config.node_addr_setting()
+    node_secret: str | None = nodes_config.node_secret_setting()
+    node_secret_file: str | None = nodes_config.node_secret_file_setting()
+    node_timeout: float = nodes_config.node_timeout_setting()
     enable_expert_parallel: bool = setting(
         False, "give each rank of -tp on a CPU whole experts, not a part of every one", flag, flags=("-ep",)
     )
@@ -367,6 +375,7 @@ class EngineConfig:
         if self.device == "cuda":
             unsupported.check_gpu_ranks(self.tensor_parallel_size, self.pipeline_parallel_size, os.environ)
         unsupported.check_engines_here(self.data_parallel_size, self.data_parallel_size_local)
+        nodes_config.check_nodes(self)
         if self.engine_hang_timeout is not None and 0 < self.engine_hang_timeout < LEAST_HANG_TIMEOUT_S:
             raise ConfigurationError(
                 f"engine_hang_timeout is {self.engine_hang_timeout:g} s, but a healthy engine may be silent that long",

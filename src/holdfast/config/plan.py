@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.config import offload as offload_config
 from holdfast.config.engine import DEFAULT_UTILIZATION, kv_dtype
+from holdfast.config.nodes import nnodes_setting
+from holdfast.config.parts import offload as offload_config
 from holdfast.config.setting import (
     Origin,
     build,
@@ -161,6 +162,7 @@ class PlanConfig:
         optional(whole(1, 1024)),
         flags=("-pp", "--pp-size"),
     )
+    nnodes: int = nnodes_setting()
     data_parallel_size: int | None = setting(
         None,
         "number of replicas, each on GPUs of its own (-tp 1 unless it is set); what is planned is one of them",

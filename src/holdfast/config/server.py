@@ -89,6 +89,9 @@ def _prefix(field: str, value: object) -> str:
 class ServerConfig:
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 for every interface", text)
     port: int = setting(8000, "port to listen on; 0: any free one", whole(0, 65535))
+    headless: bool = setting(
+        False, "serve no API: this is a node of several, whose ranks compute for the head; with --node-rank", flag
+    )
     uds: str | None = setting(
         None, "listen on this Unix domain socket instead of an address and a port", optional(text), metavar="PATH"
     )

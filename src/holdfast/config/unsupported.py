@@ -20,7 +20,6 @@ whether they are right, and is slow. No setting: it opens what is refused withou
 UNPROVEN_RANKS = "ranks on GPUs are not proven: they have not been run on real hardware by us"
 
 _NOT_DIVIDED = "contexts are not divided over devices, and the number of ranks stays as it is"
-_ONE_MACHINE = "only one machine is supported so far"
 _ENGINES_HERE = "engines of -dp are processes of this machine, numbered from 0"
 _OWN_BALANCER = (
     "all engines of -dp are behind one API; for a balancer of your own start a server for each, without -dp, and with "
@@ -53,7 +52,6 @@ ENGINE: Mapping[str, str] = {
         "decode_context_parallel_size prefill_context_parallel_size enable_elastic_ep elastic_ep_max_dp_size "
         "enable_scale_out",
     ),
-    **_each(_ONE_MACHINE, "nnodes node_rank master_addr master_port"),
     **_each(_OWN_BALANCER, "data_parallel_rank data_parallel_external_lb data_parallel_multi_port_external_lb"),
     **_each(_ENGINES_HERE, "data_parallel_start_rank data_parallel_backend"),
     "device_ids": "the first device that CUDA_VISIBLE_DEVICES shows is used",
@@ -96,7 +94,6 @@ SERVER: Mapping[str, str] = {
     "log_config_file": "there is one log: see --log-level",
     "tool_server": "tools are run by the client",
     "tool_strict_level": "strict in a tool's definition is honoured as given",
-    "headless": "only one machine is supported so far",
     **_each("it speaks HTTP only", "grpc grpc_port"),
     "tokens_only": "see skip_tokenizer_init",
     **_each("it speaks OpenAI's API", "cohere_format cohere_is_reasoning_model anthropic_disabled_thinking_effort "
@@ -118,7 +115,7 @@ DONE_ANYWAY: Mapping[str, frozenset[str]] = {
     "disable_log_requests": frozenset({"true", "false"}),
     "data_parallel_backend": frozenset({"mp"}),
     "data_parallel_rank": frozenset(),  # 0 too is one of several servers.
-    **dict.fromkeys(("nnodes", "decode_context_parallel_size", "prefill_context_parallel_size"), frozenset({"1"})),
+    **dict.fromkeys(("decode_context_parallel_size", "prefill_context_parallel_size"), frozenset({"1"})),
 }
 """Values that ask for what is done anyway; a name that is not here asks for nothing with `_NO`."""
 
@@ -127,7 +124,7 @@ SWITCHES = frozenset(
     for name in (*ENGINE, *SERVER, *TUNING)
     if name.startswith(("enable_", "disable_", "use_", "return_", "skip_", "exclude_", "allow_deprecated", "trust_"))
 ) | _names(
-    """async_scheduling fully_sharded_loras log_error_stack headless grpc language_model_only
+    """async_scheduling fully_sharded_loras log_error_stack grpc language_model_only
     mm_encoder_only mm_device_do_normalize interleave_mm_strings numa_bind dcp_q_replicate data_parallel_hybrid_lb
     data_parallel_external_lb data_parallel_multi_port_external_lb kv_cache_metrics cudagraph_metrics
     aggregate_engine_logging jit_monitor_verbose sleep_mode_offload_cudagraph specialize_active_lora
@@ -147,8 +144,6 @@ LISTS = _names(
 SHORT: Mapping[str, tuple[str, ...]] = {
     "compilation_config": ("-O", "-cc"),
     "speculative_config": ("-sc",),
-    "nnodes": ("-n",),
-    "node_rank": ("-r",),
     "data_parallel_rank": ("-dpn",),
     "data_parallel_start_rank": ("-dpr",),
     "data_parallel_address": ("-dpa",),

@@ -27,18 +27,12 @@ LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 """The largest finite number of each type that needs scales; what is beyond it is kept as it."""
 
 
-COPIED_BYTES = 32 << 20
-"""Of pages that are moved, in memory of their own meanwhile."""
-
-
 def move_pages(pages: torch.Tensor, copies: Sequence[BlockCopy]) -> None:
-    """`pages` [block, ...]. None of them is both read and written."""
-    whole = pages.view(torch.uint8)  # torch knows few operations on float8.
-    at_once = max(1, COPIED_BYTES // whole[0].nbytes)
-    for first in range(0, len(copies), at_once):
-        part = copies[first : first + at_once]
-        source, target = torch.tensor([(copy.source, copy.target) for copy in part], device=pages.device).unbind(1)
-        whole.index_copy_(0, target, whole.index_select(0, source))
+    """`pages` [block, ...], on a CPU. None of them is both read and written. One by one: a pool that becomes smaller
+    because RAM is short has none to spare, and torch's `index_copy_` takes four times as long."""
+    whole = pages.view(torch.uint8).view(len(pages), -1).numpy()
+    for copy in copies:
+        whole[copy.target] = whole[copy.source]
 
 
 class KVPool:

@@ -261,6 +261,10 @@ class LowerTiers:
             if block is not None:
                 yield self._store(block, Tier.DISK, 0, stored_key(group, key))
 
+    def begin_sparing(self, pages: int) -> None:
+        """So many are to be free or saved for a while. Before the next plan nobody knows that they are."""
+        self.spare_wanted, self._owed = pages, True
+
     def plan_saves(self, running: Iterable[RunningPages], applied_step: int) -> list[BlockCopy]:
         """To RAM: idle pages in the order in which they would go, then those of who runs, the youngest first."""
         spare, self._owed = max(self.spare_pages, self.spare_wanted), False

@@ -17,7 +17,7 @@ from holdfast.observability.decisions import Decision
 from holdfast.planner.fit.placement import beside_layers
 from holdfast.planner.inputs.machine import Asked, machine_of
 from holdfast.planner.inputs.question import Machine, Question, Traffic, settings_of
-from holdfast.planner.inputs.replicas import one_replica, ranks_of_a_replica, share_of_a_replica
+from holdfast.planner.inputs.replicas import all_machines, one_replica, ranks_of_a_replica, share_of_a_replica
 from holdfast.planner.models.adjusted import adjusted
 from holdfast.planner.models.resolve import resolve_model
 from holdfast.planner.report.answer import PlanAnswer, answer
@@ -74,6 +74,7 @@ def question_of(config: PlanConfig, *, traffic: Stated | None = None) -> Questio
     machine, on_disk = _with_disk(found.machine, config)
     machine, shared = _share_of_vram(machine, config)
     machine, divided = one_replica(machine, config)
+    machine, spread = all_machines(machine, config)
     several = (config.data_parallel_size or 1) > 1
     question = Question(
         model=model,
@@ -83,6 +84,7 @@ def question_of(config: PlanConfig, *, traffic: Stated | None = None) -> Questio
             tensor_parallel=config.tensor_parallel_size or (1 if several else None),
             pipeline_parallel=config.pipeline_parallel_size or (1 if several else None),
             data_parallel=config.data_parallel_size or 1,
+            nodes=config.nnodes,
             max_loras=config.max_loras if config.max_loras is not None else int(config.enable_lora),
             max_lora_rank=config.max_lora_rank or DEFAULT_LORA_RANK,
             graphs=not config.enforce_eager,
@@ -93,7 +95,7 @@ def question_of(config: PlanConfig, *, traffic: Stated | None = None) -> Questio
             text_only=config.language_model_only,
         ),
         traffic=_with_length(share_of_a_replica(wanted, config), config.max_model_len or model.spec.max_position),
-        decisions=(*resolved.decisions, *changed, *found.decisions, *on_disk, *shared, *divided, *said),
+        decisions=(*resolved.decisions, *changed, *found.decisions, *on_disk, *shared, *divided, *spread, *said),
     )
     return _with_pinned_ram(question, config)
 

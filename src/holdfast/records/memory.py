@@ -104,6 +104,8 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Its GPU; empty: it computes on the CPU."""
     engine: int = 0
     """That it is of, where there are several."""
+    node: int = 0
+    """That it is on, where there are several."""
 
 
 class EngineMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -206,6 +208,8 @@ class PoolChange(msgspec.Struct, frozen=True, kw_only=True):
     """It has less than it would have had."""
     budget_bytes: int | None = None
     """Where that has grown with it."""
+    stood_still_s: float = 0.0
+    """How long no step ran for it."""
 
 
 class VramGrant(msgspec.Struct, frozen=True, kw_only=True):

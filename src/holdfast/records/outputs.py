@@ -129,6 +129,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Pages that did not come or go between tiers."""
     fetches_not_worth_total: int = 0
     """How often a prefix was computed that could have been fetched, because that was sooner."""
+    pool_resizes_total: int = 0
+    """How often the KV pool has become smaller or larger while serving."""
+    stood_still_s_total: float = 0.0
+    """How long steps stood still for that."""
     device_bytes: int = 0
     """What the engine process holds on its GPU, as the driver counts it; 0: it has none."""
     links: list[LinkUse] = []

@@ -6,13 +6,16 @@ import gc
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from deadlines import PATIENCE_S
+from held_signals import hears_no_interrupt
 from rank_engines import GREEDY, PROMPTS, make, tokens
 
-from holdfast import SamplingParams
+from holdfast import LLM, SamplingParams
 from holdfast.errors import EngineDiedError, EngineHungError
 
 LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
@@ -53,7 +56,7 @@ def test_a_rank_that_is_killed_is_named_and_none_is_left(tiny_model) -> None:
         began_s = time.monotonic()
         with pytest.raises(EngineDiedError, match=rf"rank 1 \(pid {other}\) has ended: signal SIGKILL"):
             llm.generate(PROMPTS, LONG, use_tqdm=False)
-        assert time.monotonic() - began_s < 20
+        assert time.monotonic() - began_s < PATIENCE_S / 2
     assert not psutil.pid_exists(other)
     assert len(shared_memory()) == len(before)
 
@@ -65,43 +68,55 @@ def test_a_rank_that_is_stopped_is_named_and_ended(tiny_model) -> None:
         began_s = time.monotonic()
         with pytest.raises(EngineHungError, match=rf"rank 1 \(pid {other}\) has not come"):
             llm.generate(PROMPTS, LONG, use_tqdm=False)
-        assert 3 < time.monotonic() - began_s < 30
+        assert 3 < time.monotonic() - began_s < PATIENCE_S / 2
     assert not psutil.pid_exists(other)
 
 
-def test_a_step_that_is_left_in_the_middle_is_left_by_all(tiny_model) -> None:
+@pytest.fixture(scope="module")
+def pair(tiny_model) -> Iterator[LLM]:
+    """Of those tests here that leave it well."""
+    with make(tiny_model, 2) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def expected(pair: LLM) -> list[list[int]]:
+    return tokens(pair)
+
+
+def test_a_step_that_is_left_in_the_middle_is_left_by_all(pair: LLM, expected, monkeypatch) -> None:
     """Ctrl-C while the first rank computes: the next prompts are answered as ever, by the same processes."""
 
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    with make(tiny_model, 2) as llm:
-        before, expected = children_of(llm), tokens(llm)
-        for _ in range(2):
-            hit_at_step(llm, 4, interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                llm.generate(PROMPTS, LONG, use_tqdm=False)
-            assert tokens(llm, PROMPTS, GREEDY) == expected
-        assert children_of(llm) == before
+    before, runner = children_of(pair), pair._core.runner._runner
+    assert all(hears_no_interrupt(pid) for pid in before)  # It reaches all of a terminal.
+    monkeypatch.setattr(runner, "submit", runner.submit)  # It is put back.
+    for _ in range(2):
+        hit_at_step(pair, 4, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            pair.generate(PROMPTS, LONG, use_tqdm=False)
+        assert tokens(pair, PROMPTS, GREEDY) == expected
+    assert children_of(pair) == before
 
 
 @pytest.mark.parametrize("shown", [True, False])
-def test_a_plan_that_is_left_while_it_is_sent_is_left_by_all(tiny_model, shown: bool) -> None:
+def test_a_plan_that_is_left_while_it_is_sent_is_left_by_all(pair: LLM, expected, shown: bool, monkeypatch) -> None:
     """Ctrl-C when the others have the plan already and the first rank has not begun, or when it is not shown yet."""
-    with make(tiny_model, 2) as llm:
-        expected = tokens(llm)
-        word, count = llm._core.runner._group._segment.mail, 0
-        post = word.post
+    word, count = pair._core.runner._group._segment.mail, 0
+    post = word.post
 
-        def interrupted(value: int) -> None:
-            nonlocal count
-            count += 1
-            if shown or count != 4:
-                post(value)
-            if count == 4:
-                raise KeyboardInterrupt
+    def interrupted(value: int) -> None:
+        nonlocal count
+        count += 1
+        if shown or count != 4:
+            post(value)
+        if count == 4:
+            raise KeyboardInterrupt
 
-        word.post = interrupted
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate(PROMPTS, LONG, use_tqdm=False)
-        assert tokens(llm, PROMPTS, GREEDY) == expected
+    monkeypatch.setattr(word, "post", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pair.generate(PROMPTS, LONG, use_tqdm=False)
+    assert count >= 4
+    assert tokens(pair, PROMPTS, GREEDY) == expected

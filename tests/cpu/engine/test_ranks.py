@@ -2,45 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 from rank_engines import PROMPTS, make, tokens
 
-from holdfast import SamplingParams
+from holdfast import LLM, SamplingParams
 from holdfast.records.structured import StructuredOutputsParams
+
+ASKED = [
+    SamplingParams(temperature=0.9, seed=3, max_tokens=10, logprobs=3, prompt_logprobs=2, ignore_eos=True),
+    SamplingParams(temperature=0.0, max_tokens=6, structured_outputs=StructuredOutputsParams(regex="[a-f]{4}")),
+]
+
+
+def said(llm: LLM) -> list[tuple[object, ...]]:
+    outputs = llm.generate(PROMPTS[:2], ASKED, use_tqdm=False)
+    return [(one.outputs[0].text, one.outputs[0].token_ids, one.prompt_logprobs is not None) for one in outputs]
 
 
 @pytest.fixture(scope="module")
-def of_one(tiny_model) -> list[list[int]]:
+def by_one(tiny_model) -> dict[str, Any]:
     with make(tiny_model, 1) as llm:
-        return tokens(llm)
+        return {"tokens": tokens(llm), "said": said(llm)}
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_say_what_one_says(tiny_model, of_one, ranks: int) -> None:
+@pytest.fixture(scope="module")
+def of_one(by_one) -> list[list[int]]:
+    return by_one["tokens"]
+
+
+# Four are long: threads of test_divided_models prove their division, processes of test_pipeline that four meet.
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.long)])
+def several(tiny_model, request) -> Iterator[LLM]:
+    with make(tiny_model, request.param) as llm:
+        yield llm
+
+
+def test_ranks_say_what_one_says(several: LLM, of_one) -> None:
     """With four ranks, two KV heads are on two of them each."""
-    with make(tiny_model, ranks) as llm:
-        assert tokens(llm) == of_one
-        rows = llm.info.memory.ranks
-        assert [row.rank for row in rows] == list(range(ranks))
-        assert [row.weights_bytes for row in rows] == [row.planned_weights_bytes for row in rows]
-        assert sum(row.kv_pool_bytes for row in rows) == llm.info.kv_pool_bytes
-        llm._core.resize_kv(llm.info.blocks // 2)
-        assert tokens(llm) == of_one
+    assert tokens(several) == of_one
+    rows = several.info.memory.ranks
+    assert [row.rank for row in rows] == list(range(len(rows)))
+    assert len(rows) > 1
+    assert [row.weights_bytes for row in rows] == [row.planned_weights_bytes for row in rows]
+    assert sum(row.kv_pool_bytes for row in rows) == several.info.kv_pool_bytes
+    several._core.resize_kv(several.info.blocks // 2)
+    assert tokens(several) == of_one
 
 
-def test_grammars_scores_and_seeds_are_those_of_one(tiny_model) -> None:
+def test_grammars_scores_and_seeds_are_those_of_one(several: LLM, by_one) -> None:
     """The first rank samples; the others learn what it drew, and which tokens came to nothing."""
-    asked = [
-        SamplingParams(temperature=0.9, seed=3, max_tokens=10, logprobs=3, prompt_logprobs=2, ignore_eos=True),
-        SamplingParams(temperature=0.0, max_tokens=6, structured_outputs=StructuredOutputsParams(regex="[a-f]{4}")),
-    ]
-
-    def said(ranks: int) -> list[tuple[object, ...]]:
-        with make(tiny_model, ranks) as llm:
-            outputs = llm.generate(PROMPTS[:2], asked, use_tqdm=False)
-        return [(one.outputs[0].text, one.outputs[0].token_ids, one.prompt_logprobs is not None) for one in outputs]
-
-    assert said(2) == said(1)
+    assert said(several) == by_one["said"]
 
 
 def test_keys_and_values_in_fp8_have_the_scales_of_one(tiny_model) -> None:

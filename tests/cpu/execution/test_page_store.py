@@ -17,11 +17,13 @@ import pytest
 from holdfast.engine.core.loop import EngineCore
 from holdfast.execution.tiers.cpu import CpuPageCopies
 from holdfast.execution.tiers.disk import LATE_S, DiskReads
+from holdfast.footprint.cpu import staging_places
 from holdfast.kvcache import KVCache, Tier, TierLimits
 from holdfast.prefix_store import PrefixStore
 from holdfast.records import BlockCopy, Request, SamplingParams
 from holdfast.scheduler.limits import SchedulerLimits
 from holdfast.scheduler.scheduler import Scheduler
+from holdfast.units import MIB
 
 
 def open_store(folder: Path, page_bytes: int) -> PrefixStore:
@@ -106,7 +108,7 @@ def load(number: int) -> BlockCopy:
 
 def test_pages_come_as_they_are_read_and_wrong_ones_do_not() -> None:
     store = FakeStore()
-    reads = DiskReads(store, 8, places=3)
+    reads = DiskReads(store, 8, places=8)
     reads.begin([load(1), load(2)])
     ((first, one), (_, two)), done = store.asked[0]
     one[:], two[:] = b"abcdefgh", b"nonsense"
@@ -117,21 +119,40 @@ def test_pages_come_as_they_are_read_and_wrong_ones_do_not() -> None:
     assert not reads.under_way
 
 
+@pytest.mark.parametrize("page_bytes", [2 * MIB, 5 * MIB], ids=["8B", "70B"])
+def test_the_disk_reads_on_while_pages_that_have_come_go_to_the_pool(page_bytes: int) -> None:
+    """Of large pages there are few places: were all of them asked for as one, the disk would stand still each time."""
+    places, store = staging_places(page_bytes), FakeStore()
+    reads = DiskReads(store, page_bytes, places)
+    reads.begin([load(number) for number in range(places)])
+    assert len(store.asked) >= 4
+    wanted, done = store.asked[0]
+    done(SimpleNamespace(valid=(True,) * len(wanted)))
+    come = [place for _, place in reads.collect() if place is not None]
+    assert 0 < len(come) <= places // 4
+    for place in come:
+        reads.release(place)
+    before = len(store.asked)
+    reads.begin([load(100)])
+    assert len(store.asked) == before + 1, "what has come makes room for more"
+
+
 def test_a_disk_that_hangs_is_not_waited_for_and_keeps_only_its_own_memory() -> None:
     now, store = [0.0], FakeStore()
     reads = DiskReads(store, 8, places=2, clock=lambda: now[0])
     reads.begin([load(1), load(2)])
+    assert len(store.asked) == 2
     now[0] = LATE_S + 1
     assert [(copy.copy_id, page) for copy, page in reads.collect()] == [(1, None), (2, None)]
-    assert store.cancelled == 1
+    assert store.cancelled == 2
     reads.begin([load(3)])  # All places are the store's.
     assert [(copy.copy_id, page) for copy, page in reads.collect()] == [(3, None)]
-    store.asked[0][1](SimpleNamespace(valid=(True, True)))  # At last; nobody waits for it.
+    store.asked[0][1](SimpleNamespace(valid=(True,)))  # At last; nobody waits for it.
     assert list(reads.collect()) == []
     reads.begin([load(4)])
-    assert len(store.asked) == 2
+    assert len(store.asked) == 3
     assert [copy.copy_id for copy in reads.give_up()] == [4]
-    store.asked[1][1](SimpleNamespace(valid=(True,)))
+    store.asked[2][1](SimpleNamespace(valid=(True,)))
     assert list(reads.collect()) == []
 
 

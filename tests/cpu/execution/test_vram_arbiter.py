@@ -21,7 +21,7 @@ from holdfast.execution.gpu.memory.layer_ranges import LayerRanges
 from holdfast.execution.streaming.device_layers import DeviceLayers
 from holdfast.footprint.streamed import beside_gpu, streamed_layers
 from holdfast.kvcache import KVLayout, form_groups
-from holdfast.records import VramBudget
+from holdfast.records import VramBudget, VramGrant
 
 CPU, PAGE = torch.device("cpu"), mmap.PAGESIZE
 LAYERS, STREAMED, LEAST_BLOCKS = 20, 8, 3
@@ -71,7 +71,7 @@ class Gpu:
         self.kv.resize(blocks)
         self.most_own = max(self.most_own, self.told_bytes())
 
-    def change(self, budget: int) -> object:
+    def change(self, budget: int) -> VramGrant:
         return self.arbiter.change(VramBudget(budget_bytes=budget), LEAST_BLOCKS, self.resize_kv)
 
     def close(self) -> None:
@@ -140,7 +140,11 @@ def test_any_budgets_are_kept_to_and_every_layer_is_itself(seed: int) -> None:
     gpu, dice = Gpu(), random.Random(seed)
     for _ in range(12):
         gpu.most_own, before = 0, gpu.arbiter.budget_bytes
-        granted = gpu.change(dice.randrange(gpu.total))
+        budget = dice.randrange(gpu.total)
+        expected = gpu.arbiter.blocks_with(VramBudget(budget_bytes=budget), LEAST_BLOCKS)
+        assert gpu.arbiter.budget_bytes == before
+        granted = gpu.change(budget)
+        assert abs(granted.blocks - expected) <= 32, "but for pieces that memory goes in"
         assert gpu.told_bytes() <= granted.budget_bytes
         assert gpu.most_own <= max(before, granted.budget_bytes), "nor meanwhile"
         for layer in range(LAYERS):

@@ -112,7 +112,7 @@ def test_a_budget_is_divided(server: Any) -> None:
 def test_both_sleep_and_wake(server: Any) -> None:
     text = completed(server, STORY)["choices"][0]["text"]
     assert httpx.post(f"{server.url}/sleep", timeout=PATIENCE_S).status_code == 200
-    assert httpx.get(f"{server.url}/is_sleeping").json() == {"is_sleeping": True}
+    assert httpx.get(f"{server.url}/is_sleeping", timeout=PATIENCE_S).json() == {"is_sleeping": True}
     assert [row["status"] for row in engines(server)] == ["sleeping"] * 2
     assert [row["pid"] for row in engines(server)] == [None] * 2
     assert httpx.post(f"{server.url}/wake_up", timeout=PATIENCE_S).status_code == 200

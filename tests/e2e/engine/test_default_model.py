@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -113,6 +114,9 @@ def test_sigusr1_reads_the_config_again(server, config) -> None:
     # What a client has set since is not what the file says.
     changed = httpx.post(f"{server.url}/memory", json={"ram": "1400MiB"}, timeout=PATIENCE_S)
     assert changed.json()["tiers"][0]["budget_bytes"] == 1400 << 20
+    (pool,) = (line for line in changed.json()["decisions"] if line.startswith("kv_pool = "))
+    assert re.search(r"; steps stood still for \d+ ms$", pool)
+    assert server.metric("holdfast:kv_pool_resizes_total") >= 2
     told = server.log.count("memory budget changed to 1.46 GiB: KV pool")
     server.process.send_signal(signal.SIGUSR1)
     deadline_s = time.monotonic() + PATIENCE_S

@@ -8,6 +8,7 @@ import signal
 
 import httpx
 import pytest
+from deadlines import PATIENCE_S
 
 from holdfast import LLM, SamplingParams
 from holdfast.config import EngineConfig
@@ -32,14 +33,23 @@ async def _answers(http: httpx.AsyncClient, tokens: int) -> list[str]:
     return [each.json()["choices"][0]["text"] for each in found]
 
 
+async def _generated(http: httpx.AsyncClient) -> float:
+    """Tokens, since the start."""
+    lines = (await http.get("/metrics")).text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:generation_tokens_total{"))
+
+
 async def _breathes(engine: ProcessEngine, http: httpx.AsyncClient) -> None:
     await engine.start()
     first = (await http.get("/memory")).json()
     alone = await _answers(http, 60)
+    before = await _generated(http)
     streams = asyncio.create_task(_answers(http, 60))
     sizes = list[int]()
-    for budget in ("780MiB", 900 * MIB, "1100MiB"):
-        await asyncio.sleep(0.2)
+    for number, budget in enumerate(("780MiB", 900 * MIB, "1100MiB")):
+        async with asyncio.timeout(PATIENCE_S):
+            while await _generated(http) <= before + 4 * number:  # In the middle of their answers.
+                await asyncio.sleep(0.005)
         changed = await http.post("/memory", json={"ram": budget})
         assert changed.status_code == 200, changed.text
         tier, kv = changed.json()["tiers"][0], changed.json()["kv"]

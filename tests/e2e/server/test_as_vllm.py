@@ -359,7 +359,8 @@ def test_over_a_unix_domain_socket(tmp_path: Any, launch: Any) -> None:
     for left in (True, False):  # A file that a dead server left is no hindrance.
         assert path.exists() == left
         server = launch(listener=bind_unix(path))
-        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://x") as client:
+        socketed = httpx.HTTPTransport(uds=str(path))
+        with httpx.Client(transport=socketed, base_url="http://x", timeout=PATIENCE_S) as client:
             assert ask(client)["choices"]
         with pytest.raises(ConfigurationError, match="there already"):
             bind_unix(path)

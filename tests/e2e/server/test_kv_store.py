@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 import psutil
 from deadlines import PATIENCE_S
 
+from holdfast.prefix_store.files.calls import Calls
+from holdfast.prefix_store.files.uses import _read_header
+from holdfast.prefix_store.inspection import StoreInspection
+
+PAGE_TOKENS = 16
 PROMPT = "The keeper of the lighthouse wrote down every ship that passed. " * 24
 
 
@@ -27,6 +33,29 @@ def kill(server) -> None:
     server.process.wait(PATIENCE_S)
 
 
+def stored_tokens(folder: Path) -> int:
+    """Whose pages whoever opens the store would find."""
+    with StoreInspection(folder) as store:
+        return PAGE_TOKENS * sum(model.pages for model in store.listing().models)
+
+
+def noted_tokens(folder: Path) -> int:
+    """Whose first use is on the disk."""
+    found = 0
+    for path in folder.glob("*.uses"):
+        with path.open("rb") as file:
+            found += PAGE_TOKENS * _read_header(file.fileno(), Calls())[0]
+    return found
+
+
+def until(good: Callable[[], bool]) -> None:
+    """What is written behind is written."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not good():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
+
+
 def test_a_prefix_outlives_a_server_that_is_killed(start_server, tiny_arguments, tmp_path: Path) -> None:
     store = ["--kv-store", str(tmp_path / "kv"), "--kv-store-size", "64MiB", "--enable-prompt-tokens-details"]
     first = start_server(*tiny_arguments, *store).wait_ready()
@@ -34,11 +63,9 @@ def test_a_prefix_outlives_a_server_that_is_killed(start_server, tiny_arguments,
     assert cached == 0
     again, cached = ask(first)
     assert (again, cached > 200) == (text, True)
-    deadline = time.monotonic() + PATIENCE_S
-    while not first.metrics("holdfast:kv_store_bytes")[0] and time.monotonic() < deadline:
-        time.sleep(0.1)
-        ask(first, "Anything else.")  # The numbers are those of the last step.
-    time.sleep(1.5)  # The index is written behind.
+    until(lambda: stored_tokens(tmp_path / "kv") >= cached)
+    ask(first, "Anything else.")  # The numbers are those of the last step.
+    assert first.metric("holdfast:kv_store_bytes") > 0
     kill(first)
 
     second = start_server(*tiny_arguments, *store).wait_ready()
@@ -70,7 +97,8 @@ def test_a_prefix_that_was_asked_once_before_a_restart_is_written_when_it_is_ask
     store = ["--kv-store", str(tmp_path / "kv"), "--kv-store-size", "64MiB", "--enable-prompt-tokens-details"]
     by_itself = ["--idle-release", "60", "--yield-to-neighbours"]
     texts, found = [], []
-    for _ in range(3):
+    # Written behind: first what was used, then the pages.
+    for written in (noted_tokens, stored_tokens, stored_tokens):
         server = start_server(*tiny_arguments, *store, *by_itself).wait_ready()
         said = server.log
         assert f"Decision: kv_store = 64.00 MiB in {tmp_path / 'kv'}, 640.00 MiB written a day at most (set)" in said
@@ -79,7 +107,7 @@ def test_a_prefix_that_was_asked_once_before_a_restart_is_written_when_it_is_ask
         text, cached = ask(server)
         texts.append(text)
         found.append(cached)
-        time.sleep(2.5)  # Pages, and what was used, are written behind.
+        until(lambda written=written: written(tmp_path / "kv") > 200)
         kill(server)
     assert texts[0] == texts[1] == texts[2]
     assert found[:2] == [0, 0]

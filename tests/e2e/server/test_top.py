@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
+import ssl
+import threading
+from pathlib import Path
 
 import httpx
 import msgspec
 import pytest
+from certificates import self_signed
 
 from holdfast.cli.commands.running import top
 from holdfast.cli.main import main
@@ -60,6 +66,24 @@ def test_a_key_is_taken_from_the_environment(
     assert "set HOLDFAST_API_KEY" in capsys.readouterr().out
     monkeypatch.setenv("HOLDFAST_API_KEY", "secret")
     assert main(["top", server.url]) == 0
+
+
+def test_a_certificate_that_is_not_trusted_is_told_with_what_helps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key, certificate = self_signed(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def greet() -> None:
+            connection, _ = listener.accept()
+            with contextlib.suppress(OSError), connection:
+                context.wrap_socket(connection, server_side=True).close()
+
+        threading.Thread(target=greet, daemon=True).start()
+        assert main(["top", f"https://127.0.0.1:{listener.getsockname()[1]}"]) == 1
+    assert "SSL_CERT_FILE" in capsys.readouterr().out
 
 
 def test_what_cannot_be_meant_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

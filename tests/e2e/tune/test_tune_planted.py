@@ -72,7 +72,8 @@ def test_the_planted_optimum_is_found_and_proven(traffic: Path, capsys: pytest.C
 
 
 @pytest.mark.usefixtures("vllm")
-def test_ctrl_c_gives_what_is_known_so_far(traffic: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_gives_what_is_known_so_far(traffic: Path, number: signal.Signals) -> None:
     command = [sys.executable, "-m", "holdfast", *words(traffic, "--minutes", "5")]
     command.remove("--quiet")
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0)
@@ -80,7 +81,7 @@ def test_ctrl_c_gives_what_is_known_so_far(traffic: Path) -> None:
     while "search" not in (line := run.stderr.readline()):
         assert line, run.wait(PATIENCE_S)
     time.sleep(0.3)
-    os.killpg(run.pid, signal.SIGINT)
+    os.killpg(run.pid, number)
     said, _ = run.communicate(timeout=PATIENCE_S)
     found = json.loads(said)
     assert run.returncode == 130
@@ -99,6 +100,9 @@ def test_what_cannot_be_tuned_is_refused(
     ours = ["tune", "smollm2", "--traffic", str(traffic), "--slo", "ttft=1s"]
     assert main(ours) == 2
     assert "a context of 8,192 tokens" in capsys.readouterr().err
+    assert main(["tune", "http://127.0.0.1:8000", *ours[2:]]) == 2
+    assert "holdfast bench http://127.0.0.1:8000" in capsys.readouterr().err
+    assert main(["tune", "./no-such-model", *ours[2:]]) == 2
     assert main([*ours, "--speed", "fast"]) == 2
     assert main([*ours, "--minutes", "0"]) == 2
     assert main(["tune", "smollm2", "--slo", "ttft=1s"]) == 2

@@ -17,8 +17,8 @@ def safe(at_once: int) -> LoadPoint:
 
 def told(model: str = "smollm2", **changes: Any) -> list[str]:
     known: dict[str, Any] = {
-        "engine": "holdfast", "asked": (100, 50), "local": True, "answers": [answer(0.1 * at) for at in range(9)],
-        "samples": [], "safe": safe(6), "peak_in_flight": 20,
+        "url": "http://127.0.0.1:8000", "engine": "holdfast", "asked": (100, 50), "local": True,
+        "answers": [answer(0.1 * at) for at in range(9)], "samples": [], "safe": safe(6), "peak_in_flight": 20,
     }  # fmt: skip
     return advice(model, **known | changes)
 
@@ -52,4 +52,8 @@ def test_what_cannot_be_planned_says_why() -> None:
     assert "no flags can be planned" in told("no-such-model-anywhere")[-1]
     assert "nothing was answered" in told(answers=[])[-1]
     assert "lowest load" in told(safe=None)[-1]
+    assert "holdfast doctor http://127.0.0.1:8000, " in told(safe=None)[-1]
+    [gone] = told(ended=True)
+    assert "holdfast doctor LOGFILE" in gone
+    assert "http" not in gone  # Nobody is there to be asked.
     assert "a longer --peak" in told(safe=None, too_few=True)[-1]

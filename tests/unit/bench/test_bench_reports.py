@@ -26,7 +26,7 @@ from holdfast.bench.report.compare import compare, compare_lines
 from holdfast.bench.report.page import page
 from holdfast.bench.report.plots import Plot, Series, svg
 from holdfast.bench.report.text import lines
-from holdfast.bench.result import BenchResult
+from holdfast.bench.result import BenchResult, RequestColumns
 from holdfast.bench.run import RunOptions, make_result
 from holdfast.bench.target import Target
 from holdfast.cli.main import main
@@ -92,6 +92,9 @@ def test_the_page_is_whole_needs_nothing_and_repeats_no_markup() -> None:
     assert "&lt;script&gt;" in text
     assert "prefers-color-scheme: dark" in text
     assert ">PASS<" in text
+    cut = replace(result(1), interrupted=True, verdict=replace(result(1).verdict, passed=False))
+    assert ">NONE<" in page(cut)
+    assert ">FAIL<" not in page(cut)
 
 
 def test_a_plot_leaves_holes_where_nothing_is_known() -> None:
@@ -105,7 +108,7 @@ def test_a_plot_leaves_holes_where_nothing_is_known() -> None:
 def test_two_runs_of_one_server_show_no_difference() -> None:
     found = compare(result(1), result(2))
     assert found.alike, found
-    assert len(found.differences) == 7
+    assert len(found.differences) == 8
     assert list(compare_lines(found))[-1].startswith("no difference")
 
 
@@ -117,7 +120,23 @@ def test_a_slower_server_is_told_with_its_interval() -> None:
         assert told[name].verdict == "worse", told[name]
         assert told[name].low < 0.1 < told[name].high
     assert "B differs from A" in list(compare_lines(found))[-1]
-    assert compare(result(2, slower=1.1), result(1)).differences[1].verdict == "better"
+    assert compare(result(2, slower=1.1), result(1)).differences[2].verdict == "better"
+
+
+def _failing(run: BenchResult, every: int) -> RequestColumns:
+    kinds = ["" if at % every else "HTTP 500" for at in range(len(run.requests.error))]
+    return msgspec.structs.replace(run.requests, error=kinds)
+
+
+def test_a_server_that_fails_more_often_differs_however_quick_the_others_are() -> None:
+    sound = result(1)
+    failing = msgspec.structs.replace(sound, requests=_failing(sound, 20))
+    found = compare(sound, failing)
+    told = {one.name: one for one in found.differences}
+    assert told["answered"].verdict == "worse"
+    assert told["answered"].change == pytest.approx(-0.05, abs=0.01)
+    assert not found.alike
+    assert any("100.00%" in line and "95.0" in line for line in compare_lines(found))
 
 
 def test_few_requests_prove_nothing() -> None:
@@ -127,6 +146,8 @@ def test_few_requests_prove_nothing() -> None:
     nothing = compare(result(1, requests=5), result(2, requests=5))
     assert not nothing.alike
     assert [one.name for one in nothing.differences] == ["output tokens/s"]
+    silent = msgspec.structs.replace(result(1), requests=_failing(result(1), 1))
+    assert "answered" in compare(silent, result(2)).left_out  # Nothing is how many times more than none.
 
 
 def test_runs_of_different_loads_are_compared_with_a_note() -> None:

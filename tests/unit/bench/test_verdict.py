@@ -14,10 +14,10 @@ from made_up_answers import GAP_S, TTFT_S, answer
 from holdfast.bench.client.answers import TimedAnswer
 from holdfast.bench.client.worker import ClientReport
 from holdfast.bench.measure.figures import figures, mean_in_flight, percentiles, token_times
-from holdfast.bench.measure.load_points import knee, load_points, safe_point
+from holdfast.bench.measure.load_points import knee, load_points, safe_point, until_it_ended
 from holdfast.bench.measure.objectives import limits, parse_slo
 from holdfast.bench.measure.samples import ServerSample, gpu_reading, is_local, restarted
-from holdfast.bench.measure.steadiness import longest_stall, memory_drift, throughput_drift
+from holdfast.bench.measure.steadiness import Stall, longest_stall, memory_drift, throughput_drift
 from holdfast.bench.measure.verdict import Allowed, RunEvidence, checks, reason_of
 from holdfast.errors import ConfigurationError
 from holdfast.hardware import nvidia
@@ -283,3 +283,19 @@ def test_an_engine_that_was_restarted_is_noticed() -> None:
     assert restarted(told)
     assert not restarted(told[:2])
     assert not restarted([])
+
+
+def test_without_a_token_at_peak_a_stall_is_measured_by_the_whole_run() -> None:
+    slow = [answer(0.1 * at, gap_s=0.4) for at in range(40)]
+    evidence = RunEvidence(
+        peak=figures(slow, 50, 60), whole=figures(slow, 0, 60), loop="closed", stall=Stall(at_s=1, seconds=3, streams=2)
+    )
+    found = {check.name: check.passed for check in checks(evidence, Allowed())}
+    assert (found["requests"], found["stall"]) == (False, True)
+
+
+def test_requests_to_a_server_that_is_gone_say_nothing_of_what_is_too_much() -> None:
+    lost = [answer(19.95, error="reset", gaps=b"", first_s=None)]
+    refused = [answer(21 + 0.05 * at, error="connect: Connection refused", gaps=b"", first_s=None) for at in range(40)]
+    assert until_it_ended(STEADY + lost + refused) == STEADY + lost
+    assert until_it_ended(refused) == []

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from holdfast.bench.load.load import Load
+from holdfast.bench.load.profile import default_profile
 from holdfast.cli.commands.bench import LOG_S, _StatusLine
 
 
@@ -25,3 +26,14 @@ def test_a_log_has_a_line_every_half_minute(
     assert said.count("requests answered\n") == 2
     assert said.startswith("holdfast: 30")
     assert "\r" not in said
+
+
+def test_past_its_end_a_run_waits_for_the_last_answers_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    progress = _StatusLine(Load(url="http://127.0.0.1:1", phases=default_profile(1, 5, 1)), terminal=False)
+    now[0] += LOG_S
+    progress(LOG_S, [])
+    assert capsys.readouterr().err == "holdfast: 30 s, 0 requests answered, waiting for the last since 7 s\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -47,3 +48,18 @@ def test_it_ends_with_a_command_that_is_refused(
     assert entry.main() == 2
     assert "--no-such-flag" in capsys.readouterr().err
     assert Begun.ends == 1
+
+
+def test_ctrl_c_before_there_is_a_command_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it is imported: a program that has just been started."""
+
+    class Interrupted(ModuleType):
+        def __getattr__(self, name: str) -> object:
+            raise KeyboardInterrupt
+
+    ended = []
+    monkeypatch.setattr(entry, "begin_engine", lambda words: SimpleNamespace(end=lambda: ended.append(words)))
+    monkeypatch.setitem(sys.modules, "holdfast.cli.main", Interrupted("holdfast.cli.main"))
+    monkeypatch.setattr(sys, "argv", ["holdfast", "serve"])
+    assert entry.main() == 130
+    assert ended == [["serve"]]

@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.cli.main import main
 from holdfast.config import EngineConfig
-from holdfast.config.offload import OffloadRequest, offload_request
+from holdfast.config.parts.offload import OffloadRequest, offload_request
 from holdfast.config.plan import PlanConfig
 from holdfast.config.sources import add_flags
 from holdfast.errors import ConfigurationError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.config.engine import EngineConfig
-from holdfast.config.quantization import KERNEL_NAMES, MADE_WHILE_LOADING, STORED_AS, method
+from holdfast.config.parts.quantization import KERNEL_NAMES, MADE_WHILE_LOADING, STORED_AS, method
 from holdfast.errors import ConfigurationError
 
 

@@ -28,7 +28,7 @@ FOLDER = ROOT / "deploy" / "kubernetes"
 PAGE = ROOT / "docs" / "kubernetes.md"
 VERSIONS = ("1.30", kubernetes_validate.latest_version())
 """The oldest that has all fields (a preStop that sleeps), and the newest whose schemas are known."""
-CUSTOM = {"PodMonitor"}
+CUSTOM = {"PodMonitor", "LeaderWorkerSet"}
 """Kinds of operators, of which Kubernetes has no schema."""
 
 
@@ -221,3 +221,77 @@ def test_the_image_has_the_user_and_the_program_that_pods_name(name: str) -> Non
     copied = [word for line in re.findall(r"^COPY (.+) \S+$", text, re.MULTILINE) for word in line.split()]
     assert [word for word in copied if not (ROOT / word).exists()] == []
     assert "src" in copied
+
+
+# Several machines
+
+
+def templates() -> dict[str, dict[str, Any]]:
+    """Of the leader and of its workers."""
+    found = only("LeaderWorkerSet")["spec"]["leaderWorkerTemplate"]
+    return {"leader": found["leaderTemplate"], "worker": found["workerTemplate"]}
+
+
+def node_settings(role: str, index: int) -> tuple[EngineConfig, ServerConfig]:
+    """As the pod of this number reads them, with the variables that LeaderWorkerSet and its own env give it."""
+    [main] = templates()[role]["spec"]["containers"]
+    size = only("LeaderWorkerSet")["spec"]["leaderWorkerTemplate"]["size"]
+    given = {
+        "LWS_GROUP_SIZE": str(size),
+        "LWS_WORKER_INDEX": str(index),
+        "LWS_LEADER_ADDRESS": "holdfast-0.holdfast.default",
+        "POD_IP": f"10.0.0.{index + 1}",
+    }
+    words = [re.sub(r"\$\((\w+)\)", lambda match: given[match.group(1)], word) for word in main["args"]]
+    assert {variable["name"] for variable in main["env"]} & {*given} == {"POD_IP"}
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    serve.add_arguments(parser)
+    return serve.read_settings(parser.parse_args(words[2:]))
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("role", ["leader", "worker"])
+def test_kubernetes_takes_the_pods_of_several_machines(role: str, version: str) -> None:
+    """LeaderWorkerSet has a schema of its own, which is not part of the tests: its fields are compared by name."""
+    document = only("LeaderWorkerSet")
+    assert document["apiVersion"] == "leaderworkerset.x-k8s.io/v1"
+    assert set(document["spec"]) <= {"replicas", "leaderWorkerTemplate", "rolloutStrategy", "startupPolicy"}
+    made = document["spec"]["leaderWorkerTemplate"]
+    assert set(made) == {"size", "restartPolicy", "leaderTemplate", "workerTemplate"}
+    assert made["restartPolicy"] == "None"  # A pod that fails comes back alone: streams go on.
+    template = templates()[role]
+    named = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": role, **template["metadata"]}}
+    kubernetes_validate.validate({**named, "spec": template["spec"]}, version, strict=True)
+
+
+def test_machines_have_the_flags_of_one_engine() -> None:
+    size = only("LeaderWorkerSet")["spec"]["leaderWorkerTemplate"]["size"]
+    (head, server), (other, headless) = node_settings("leader", 0), node_settings("worker", size - 1)
+    assert (head.nnodes, head.node_rank, other.node_rank) == (size, 0, size - 1)
+    assert (server.headless, headless.headless) == (False, True)
+    for name in ("model", "nnodes", "tensor_parallel_size", "pipeline_parallel_size", "master_addr", "master_port"):
+        assert getattr(head, name) == getattr(other, name), name
+    assert server.drain_timeout == headless.drain_timeout
+    assert head.node_timeout >= 3600  # As long as the startup probe waits.
+
+
+def test_the_service_has_the_leader_alone_and_nodes_have_their_secret() -> None:
+    leader, worker = templates()["leader"], templates()["worker"]
+    assert only("Service")["spec"]["selector"] == leader["metadata"]["labels"]
+    assert only("Service")["spec"]["selector"] != worker["metadata"]["labels"]
+    for role, template in templates().items():
+        [main] = template["spec"]["containers"]
+        config, _ = node_settings(role, 0 if role == "leader" else 1)
+        [mount] = [mount["mountPath"] for mount in main["volumeMounts"] if mount["name"] == "keys"]
+        [volume] = [volume["secret"] for volume in template["spec"]["volumes"] if volume["name"] == "keys"]
+        assert config.node_secret_file in {f"{mount}/{item['path']}" for item in volume["items"]}
+        assert '"stringData": {"node-secret": ' in PAGE.read_text()
+        assert main["securityContext"]["readOnlyRootFilesystem"]
+        assert template["spec"]["enableServiceLinks"] is False
+
+
+def test_the_leader_is_the_deployment_of_a_cpu_with_other_flags() -> None:
+    one, [leader] = container("cpu.yaml"), templates()["leader"]["spec"]["containers"]
+    for name in ("ports", "startupProbe", "readinessProbe", "livenessProbe", "lifecycle", "securityContext", "image"):
+        assert leader[name] == one[name], name
+    assert pod("cpu.yaml")["securityContext"] == templates()["leader"]["spec"]["securityContext"]

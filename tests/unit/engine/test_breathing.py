@@ -11,7 +11,9 @@ from holdfast.engine.core.breathing import AGAIN_S, SAVE_S, Breathing
 from holdfast.engine.core.kv_balance import KVBalance
 from holdfast.engine.core.loop import EngineCore
 from holdfast.engine.core.neighbours import DeviceSample, Neighbours
+from holdfast.engine.core.pool_resizes import PREPARE_S
 from holdfast.engine.offline.unsupported import refuse_breathing
+from holdfast.engine.process.stats import continued
 from holdfast.errors import EngineError, UnsupportedOptionError
 from holdfast.kvcache import KVCache, KVLayout, Tier, TierLimits, form_groups
 from holdfast.records import PoolChange, Request, SamplingParams, StepPlan, StepResult
@@ -440,6 +442,81 @@ def test_all_who_are_sent_back_for_a_neighbour_are_saved_beside_steps(clock: Clo
     before = device.computed
     run(core)
     assert device.computed - before < 4 * 12 + 3 * 16
+
+
+def test_a_smaller_budget_is_prepared_beside_steps_and_then_stands_still_for_nothing_but_moving(clock: Clock) -> None:
+    device = FakeDevice(host_pages=60)
+    core = four_running(device)
+    assert core.scheduler.kv.tiers is not None
+    core.scheduler.kv.tiers.limits = TierLimits(spare_pages=0, most_storing=3)
+    core.prepare_resize(LEAST)
+    answered = list[str]()
+    while not core.may_resize:
+        answered += [output.request_id for output in core.step() if output.token_ids]
+    assert set(answered) == {"0", "1", "2", "3"}, "answers go on meanwhile"
+    assert device.blocks == BLOCKS
+    saved, steps = device.stored, core.scheduler.stats().steps_total
+    assert saved >= 3 * 4, "three of four will have to go"
+    core.set_pool(LEAST)
+    assert device.stored - saved <= 3
+    assert core.scheduler.stats().steps_total - steps <= 3, "pages that became full meanwhile, and the move"
+    assert not core._resizes.preparing
+    before = device.computed
+    run(core)
+    assert device.computed - before < 4 * 12 + 3 * 16
+    core.scheduler.kv.check_invariants()
+
+
+def test_whoever_asks_for_memory_does_not_wait_for_ram_that_takes_its_time(clock: Clock) -> None:
+    device = FakeDevice(host_pages=60)
+    core = four_running(device)
+    core.prepare_resize(LEAST)
+    assert core.has_work
+    assert not core.may_resize
+    clock.now_s += PREPARE_S
+    assert core.may_resize
+    core.prepare_resize(BLOCKS + 2)
+    assert core.may_resize, "of a larger one nothing is saved first"
+    assert core.scheduler.kv.tiers is not None
+    assert core.scheduler.kv.tiers.spare_wanted == 0
+    run(core)
+
+
+def test_how_long_steps_stand_still_is_told_without_the_steps_in_flight(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    device = FakeDevice(total=60)
+    core = make(device, watches=True)
+    ask(core, "first", 0)
+    core.step()
+    step, resize = core._in_flight, device.resize_kv
+
+    def slowly(blocks: int) -> None:
+        clock.now_s += 0.03
+        resize(blocks)
+
+    def late() -> StepResult:
+        clock.now_s += 0.4
+        return StepResult(step_id=plan.step_id, token_ids=[7], finished_copies=[])
+
+    device.resize_kv = slowly  # type: ignore[method-assign]
+    plan = core.scheduler.schedule(clock.now_s)
+    assert plan is not None
+    step.append(SimpleNamespace(late=(), result=late))  # type: ignore[arg-type]
+    device.neighbour = 17
+    clock.now_s += 1
+    with caplog.at_level("INFO", logger="holdfast"):
+        core.breathe()
+    change = core.pop_breathed()
+    assert change is not None
+    assert change.stood_still_s == pytest.approx(0.03)
+    assert "steps stood still for 30 ms (steps in flight 400 ms" in caplog.text
+    core.set_pool(30)
+    assert core.stood_still_s == pytest.approx(0.03)
+    stats = core.stats()
+    assert (stats.pool_resizes_total, stats.stood_still_s_total) == (2, pytest.approx(0.06))
+    again = continued(stats, core.stats())
+    assert (again.pool_resizes_total, again.stood_still_s_total) == (4, pytest.approx(0.12))
 
 
 def test_who_is_computed_sooner_than_copied_is_not_saved(clock: Clock) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import zmq.asyncio
+from held_signals import hears_no_interrupt
 
 from holdfast.config import EngineConfig
 from holdfast.engine.process import protocol
@@ -23,6 +24,7 @@ def test_it_is_ended_with_all_it_left(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr("tempfile.tempdir", None)
     early = EarlyProcess()
     assert early.process.poll() is None
+    assert hears_no_interrupt(early.pid)
     assert early.address.startswith(f"ipc://{tmp_path}")
     early.end()
     assert early.process.returncode is not None

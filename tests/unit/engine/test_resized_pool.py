@@ -11,6 +11,7 @@ import zmq
 from holdfast.engine.core.loop import EngineCore
 from holdfast.engine.process import main, protocol
 from holdfast.engine.process.budget import MemoryBudget
+from holdfast.engine.ranks.gpu.together import RanksVram
 from holdfast.errors import DoesNotFitError, EngineError
 from holdfast.kvcache import KVCache, KVLayout, form_groups
 from holdfast.records import EngineOutput, EngineStats, FinishReason, VramBudget, VramGrant
@@ -35,7 +36,14 @@ class Socket:
 
 
 def serve(resize_kv) -> list[object]:
-    core = SimpleNamespace(has_work=False, set_pool=resize_kv, stats=lambda: EngineStats(blocks_touched=7))
+    core = SimpleNamespace(
+        has_work=False,
+        prepare_resize=lambda asked: None,
+        may_resize=True,
+        set_pool=resize_kv,
+        stood_still_s=0.25,
+        stats=lambda: EngineStats(blocks_touched=7),
+    )
     socket = Socket(protocol.ResizeKV(5, number=3))
     main._serve(core, socket, SimpleNamespace(beat=lambda: None))
     return socket.heard
@@ -44,7 +52,7 @@ def serve(resize_kv) -> list[object]:
 def test_whoever_asked_hears_after_the_numbers_have_come() -> None:
     numbers, resized = serve(lambda blocks: None)
     assert isinstance(numbers, protocol.StepOutputs)
-    assert (numbers.stats.blocks_touched, resized) == (7, protocol.Resized(3))
+    assert (numbers.stats.blocks_touched, resized) == (7, protocol.Resized(3, stood_still_s=0.25))
 
 
 def test_a_size_that_is_refused_is_told_and_a_resize_that_fails_ends_the_process() -> None:
@@ -59,6 +67,54 @@ def test_a_size_that_is_refused_is_told_and_a_resize_that_fails_ends_the_process
     assert serve(refuse)[-1].failure.message == "too many"
     with pytest.raises(EngineError, match="gone"):
         serve(fail)
+
+
+def test_steps_go_on_until_what_would_be_lost_is_in_ram() -> None:
+    order = list[str]()
+
+    class Core(SimpleNamespace):
+        @property
+        def may_resize(self) -> bool:
+            return order.count("step") >= 2
+
+    core = Core(
+        has_work=True,
+        prepare_resize=lambda asked: order.append(f"prepare {asked}"),
+        set_pool=lambda blocks: order.append(f"resize {blocks}"),
+        step=lambda: order.append("step") or [],
+        stood_still_s=0.0,
+        stats=EngineStats,
+        pop_breathed=lambda: None,
+        pop_balanced=lambda: None,
+    )
+
+    class Waiting(Socket):
+        """Says one thing, and stops when there is an answer."""
+
+        def recv(self, flags: int) -> bytes:
+            if len(self._said) == 1 and not any(isinstance(one, protocol.Resized) for one in self.heard):
+                raise zmq.Again
+            return super().recv(flags)
+
+    socket = Waiting(protocol.ResizeKV(5, number=3))
+    main._serve(core, socket, SimpleNamespace(beat=lambda: None))
+    assert order == ["prepare 5", "step", "step", "resize 5", "step"]
+    # Who asks again before that is second.
+    order.clear()
+    both = Socket(protocol.ResizeKV(5, number=3), protocol.ResizeKV(7, number=4), protocol.KeepKV())
+    main._serve(core, both, SimpleNamespace(beat=lambda: None))
+    assert order == ["prepare 5", "resize 5", "prepare 7", "resize 7"]
+    assert [one.number for one in both.heard if isinstance(one, protocol.Resized)] == [3, 4]
+
+
+def test_what_this_engine_does_not_do_is_told_and_ends_nobody() -> None:
+    """The budget of several ranks, each on a GPU of its own."""
+    core = SimpleNamespace(
+        has_work=False, prepare_resize=lambda asked: RanksVram(None).blocks_with(asked, 2), stats=EngineStats
+    )
+    socket = Socket(protocol.SetVram(VramBudget(budget_bytes=8), number=3))
+    main._serve(core, socket, SimpleNamespace(beat=lambda: None))
+    assert "several ranks" in socket.heard[-1].failure.message
 
 
 def test_memory_for_more_pages_comes_first_and_for_fewer_goes_last() -> None:
@@ -89,7 +145,14 @@ def test_memory_for_more_pages_comes_first_and_for_fewer_goes_last() -> None:
 def test_a_budget_of_a_gpu_is_answered_with_what_became_of_it() -> None:
     granted = VramGrant(budget_bytes=9, blocks=4, kv_bytes=7)
     asked = VramBudget(budget_bytes=8)
-    core = SimpleNamespace(has_work=False, set_vram={asked: granted}.__getitem__, stats=EngineStats)
+    core = SimpleNamespace(
+        has_work=False,
+        prepare_resize=lambda asked: None,
+        may_resize=True,
+        set_vram={asked: granted}.__getitem__,
+        stood_still_s=0.0,
+        stats=EngineStats,
+    )
     socket = Socket(protocol.SetVram(asked, number=3))
     main._serve(core, socket, SimpleNamespace(beat=lambda: None))
     assert socket.heard[-1] == protocol.Resized(3, granted=granted)
@@ -103,9 +166,9 @@ async def test_an_answer_that_nobody_waited_for_is_not_taken_for_the_next() -> N
         sent.append(message)
         return True
 
-    async def ask(size: int) -> VramGrant:
+    async def ask(size: int) -> VramGrant | None:
         asked = VramBudget(budget_bytes=size)
-        return await budget._ask(send, lambda number: protocol.SetVram(asked, number))
+        return (await budget._ask(send, lambda number: protocol.SetVram(asked, number))).granted
 
     grants = [VramGrant(budget_bytes=size, blocks=size, kv_bytes=size) for size in (4, 9)]
     first = asyncio.create_task(ask(4))

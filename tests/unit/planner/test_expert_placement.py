@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from holdfast.config import EngineConfig
-from holdfast.config.offload import OffloadRequest
+from holdfast.config.parts.offload import OffloadRequest
 from holdfast.errors import ConfigurationError, DoesNotFitError
 from holdfast.footprint.cpu import weights_bytes
 from holdfast.footprint.expert_places import ExpertPlaces, expert_sizes, host_expert_sizes

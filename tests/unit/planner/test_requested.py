@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 
-from holdfast.config.quantization import KERNEL_NAMES, STORED_AS
+from holdfast.config.parts.quantization import KERNEL_NAMES, STORED_AS
 from holdfast.errors import ConfigurationError
 from holdfast.models import QuantSpec, describe_config
 from holdfast.planner.inputs.question import PlannedModel

@@ -15,7 +15,7 @@ from holdfast.engine.startup import build
 from holdfast.errors import ConfigurationError, DoesNotFitError
 from holdfast.hardware import Memory
 from holdfast.hardware.nvidia import NvidiaGpu
-from holdfast.planner.serve.engines import gpus_share, threads_share
+from holdfast.planner.serve.shares.engines import gpus_share, threads_share
 from holdfast.units import GIB, MIB
 
 FREE = Memory(total_bytes=16 * GIB, available_bytes=8 * GIB, limited_by="machine")

@@ -238,11 +238,14 @@ def test_a_service_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> No
 def test_workers_end_with_their_service_and_the_service_with_its_owner() -> None:
     service = GrammarService(lambda: VOCABULARY, [END], SIZE)
     service.start()
+    pid = service.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGINT)  # Ctrl-C reaches all of a terminal: the service goes on, which has hardly begun.
     worker = WorkerConnection(service.address, WorkerLimits(MIB, 1, 0))
     while not worker.met:
         worker.receive()
-    assert service.pid is not None
-    processes = [psutil.Process(service.pid), *psutil.Process(service.pid).children()]
+    assert service.pid == pid
+    processes = [psutil.Process(pid), *psutil.Process(pid).children()]
     assert len(processes) == 2
     service.close()
     assert psutil.wait_procs(processes, PATIENCE_S)[1] == []

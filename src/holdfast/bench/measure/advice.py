@@ -23,6 +23,8 @@ BUDGET_SHARE = 0.9
 def advice(
     model: str,
     *,
+    url: str,
+    ended: bool = False,
     engine: str | None,
     asked: tuple[int, int],
     local: bool,
@@ -34,15 +36,18 @@ def advice(
     command: str | None = None,
 ) -> list[str]:
     """Of a run that failed. Where nothing can be planned, why. `asked`: tokens of prompts and outputs, for a server
-    that does not count them. `too_few`: answers to tell any load by. `command`: how the server was started; its other
-    flags are kept."""
+    that does not count them. `ended`: the server did, during the run. `too_few`: answers to tell any load by.
+    `command`: how the server was started; its other flags are kept."""
     good = [answer for answer in answers if answer.good]
+    why = f"why: holdfast doctor {url}, or holdfast doctor LOGFILE of its log"
+    if ended:
+        return ["why it ended: holdfast doctor LOGFILE, of its log; restart it with a fix: holdfast rescue -- COMMAND"]
     if not good:
-        return ["no flags can be told: nothing was answered; why: holdfast doctor URL, or its log"]
+        return [f"no flags can be told: nothing was answered; {why}"]
     if too_few:
         return ["no flags can be told of so few requests: a longer --peak, or more --requests"]
     if safe is None:
-        return ["no flags can be told: not even the lowest load passed; why: holdfast doctor URL, or its log"]
+        return [f"no flags can be told: not even the lowest load passed; {why}"]
     fewer = safe.at_once < peak_in_flight
     found = [f"send at most {safe.at_once} requests at once to one server, or add servers"] if fewer else []
     if not local:

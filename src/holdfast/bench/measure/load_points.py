@@ -68,6 +68,12 @@ def load_points(answers: Sequence[TimedAnswer], objectives: tuple[Objective, ...
     return points
 
 
+def until_it_ended(answers: Sequence[TimedAnswer]) -> Sequence[TimedAnswer]:
+    """Without requests to a server that was not there any more: they say nothing of how many at once are too many."""
+    last_s = max((answer.end_s for answer in answers if answer.good), default=0.0)
+    return [answer for answer in answers if answer.sent_s <= last_s]
+
+
 def _point(
     at_once: int, seconds: float, tokens: float, sent: list[TimedAnswer], objectives: tuple[Objective, ...]
 ) -> LoadPoint:

@@ -1,9 +1,9 @@
 """Yes or no: each check with what was measured, what was allowed and why it failed; the first is the reason.
 
     client       the client kept up, so that the figures are the server's
+    process      the server's own was there from the beginning to the end
     requests     something was answered at peak
     errors       few enough failed, at peak and over the whole run
-    process      the server's own was there from the beginning to the end
     slo          each objective, at its percentile, of enough requests for one
     stall        no time in which every stream stood still
     throughput   the last fifth of the peak against the second
@@ -93,8 +93,10 @@ class Allowed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def checks(evidence: RunEvidence, allowed: Allowed) -> list[BenchCheck]:
-    found = [_client(evidence, allowed), _requests(evidence), _errors(evidence, allowed)]
+    found = [_client(evidence, allowed)]
+    # Before what follows from it: of a server that has ended every later request fails.
     found += [] if evidence.same_process is None else [_process(same=evidence.same_process)]
+    found += [_requests(evidence), _errors(evidence, allowed)]
     found += [_objective(evidence, objective) for objective in allowed.objectives]
     found += [_stall(evidence)]
     if evidence.throughput is not None:
@@ -218,7 +220,8 @@ def _objective(evidence: RunEvidence, objective: Objective) -> BenchCheck:
 
 
 def _stall(evidence: RunEvidence) -> BenchCheck:
-    usual = evidence.peak.itl.p50 if evidence.peak.itl else 0.0
+    paced = evidence.peak.itl or (evidence.whole.itl if evidence.whole is not None else None)
+    usual = paced.p50 if paced else 0.0
     limit = max(STALL_S, STALL_GAPS * usual)
     stall = evidence.stall
     passed = stall is None or stall.seconds <= limit

@@ -54,7 +54,7 @@ def compare(a: BenchResult, b: BenchResult, *, names: tuple[str, str] = ("A", "B
     for kind, ranks in _FIGURES.items():
         first, second = mine[kind], theirs[kind]
         fewest = min(len(first), len(second))
-        kept = [rank for rank in ranks if fewest * (100 - (rank or 50)) / 100 >= LEAST_BEYOND]
+        kept = [rank for rank in ranks if fewest * (100 - (rank or 50)) / 100 >= LEAST_BEYOND and first.any()]
         left_out += [_name(kind, rank) for rank in ranks if rank not in kept]
         if kept:
             drawn = [_drawn_anew(values, kept, draw) for values in (first, second)]
@@ -72,7 +72,9 @@ def compare(a: BenchResult, b: BenchResult, *, names: tuple[str, str] = ("A", "B
     )
 
 
+_ANSWERED = "answered"
 _FIGURES: dict[str, tuple[float | None, ...]] = {
+    _ANSWERED: (None,),
     "output tokens/s": (None,),
     "ttft": (50, 99),
     "tpot": (50, 99),
@@ -90,17 +92,15 @@ def _values(result: BenchResult) -> dict[str, Floats]:
     """Of requests sent within what is judged, in their order; tokens by bins of time."""
     begin, end = result.window_s
     columns, line = result.requests, result.timeline
-    chosen = [
-        at
-        for at, due in enumerate(columns.intended_s)
-        if begin <= due < end and not columns.error[at] and not columns.cancelled[at]
-    ]
+    asked = [at for at, due in enumerate(columns.intended_s) if begin <= due < end and not columns.cancelled[at]]
+    chosen = [at for at in asked if not columns.error[at]]
     bins = [
         rate
         for place, rate in enumerate(line.output_tokens_per_s)
         if begin <= place * line.bin_s and (place + 1) * line.bin_s <= end
     ]
     found: dict[str, list[Any]] = {
+        _ANSWERED: [float(not columns.error[at]) for at in asked],
         "output tokens/s": bins,
         "ttft": [columns.ttft_s[at] for at in chosen],
         "tpot": [columns.tpot_s[at] for at in chosen],
@@ -155,7 +155,7 @@ def _warnings(a: BenchResult, b: BenchResult) -> Iterator[str]:
         if result.peak.failed:
             yield (
                 f"{word}: {result.peak.failed:,} of {result.peak.requests:,} requests failed, and failures are in none"
-                " of these figures"
+                " of the latencies"
             )
 
 
@@ -171,7 +171,10 @@ def compare_lines(found: Comparison) -> Iterator[str]:
         yield f"{'':<18}{'A':>14}{'B':>14}{'B against A':>14}   99% interval"
     for one in found.differences:
         scale, unit = (1.0, "") if one.higher_is_better else (1e3, " ms")
-        values = "".join(f"{value * scale:>{14 - len(unit)},.2f}{unit}" for value in (one.a, one.b))
+        values = "".join(
+            f"{value:>14.2%}" if one.name == _ANSWERED else f"{value * scale:>{14 - len(unit)},.2f}{unit}"
+            for value in (one.a, one.b)
+        )
         yield f"{one.name:<18}{values}{one.change:>+14.1%}   {one.low:+.1%} to {one.high:+.1%}: {one.verdict}"
     if found.left_out:
         yield f"not compared, of too few requests (P99 needs 1,000, a median 20): {', '.join(found.left_out)}"

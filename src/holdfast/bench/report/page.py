@@ -72,6 +72,8 @@ def page(result: BenchResult) -> str:
 def _verdict(result: BenchResult) -> str:
     verdict = result.verdict
     word, kind = ("PASS", "pass") if verdict.passed else ("FAIL", "fail")
+    if result.interrupted:  # Neither: what was to be judged did not take place.
+        word, kind = "NONE", "none"
     safe = (
         f"safe: {verdict.safe_concurrency or 'unknown'} at once ({verdict.safe_reason})" if verdict.safe_reason else ""
     )

@@ -63,6 +63,9 @@ TERMINAL_S, LOG_S = 1.0, 30.0
 """Between two words of progress."""
 _ADDRESS = re.compile(r"\d{1,5}|https?://.+|(?:[\w.-]+|\[[0-9a-fA-F:]+\]):\d{1,5}(?:/.*)?")
 
+_MISTYPED = re.compile(r"[a-zA-Z]+:/|\[|\d+\.\d+\.\d+\.\d+|localhost[:/]")
+"""How an address begins that lacks something, where no model does: http:/host, ftp://host, 127.0.0.1."""
+
 
 def chosen(words: Sequence[str]) -> tuple[ModuleType | None, list[str]]:
     """The module that takes these words, where it is not this one, and what is left of them."""
@@ -189,23 +192,34 @@ def _run(arguments: argparse.Namespace) -> int:
     asked = _asked(arguments)  # Before a server is started for what cannot be asked.
     with _server(arguments) as (url, model):
         result = measured(arguments, asked, url, model)
-    document = as_json(result)
-    if arguments.save:
-        Path(arguments.save).write_text(json.dumps(document) + "\n", encoding="utf-8")
-    if arguments.html:
-        from holdfast.bench.report.page import page
-
-        Path(arguments.html).write_text(page(result), encoding="utf-8")
     if arguments.json:
-        say_json(document)
+        say_json(as_json(result))
     else:
         from holdfast.bench.report.text import lines
 
         say(lines(result))
+    _keep(arguments, result)  # Last: a disk that is full takes no figures with it.
     if result.interrupted:
         return INTERRUPTED
     ended = any(check.name == SERVER_PROCESS and not check.passed for check in result.verdict.checks)
     return PASS if result.verdict.passed else NO_SERVER if ended else FAIL
+
+
+def _keep(arguments: argparse.Namespace, result: BenchResult) -> None:
+    from holdfast.bench.report.page import page
+
+    try:
+        if arguments.save:
+            Path(arguments.save).write_text(json.dumps(as_json(result)) + "\n", encoding="utf-8")
+        if arguments.html:
+            Path(arguments.html).write_text(page(result), encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(
+            "the run is over, and its result could not be written; its figures are above",
+            found=str(error),
+            fix="free space, or another folder for --save and --html; then run it again",
+            field="save",
+        ) from error
 
 
 def _compare(arguments: argparse.Namespace) -> int:
@@ -278,10 +292,24 @@ def _server(arguments: argparse.Namespace) -> Iterator[tuple[str, str | None]]:
             )
         yield api_of(arguments.target, written="URL").removesuffix("/v1/"), None
         return
+    _refuse_mistyped(arguments.target)
     if not arguments.quiet:
         print(f"holdfast: starting a server for {arguments.target}", file=sys.stderr, flush=True)
     with own_server(arguments.target, shlex.split(arguments.serve_flags)) as url:
         yield url, arguments.target
+
+
+def _refuse_mistyped(target: str) -> None:
+    """What can only be meant as an address is not taken for a model."""
+    if (_MISTYPED.match(target) is None and target != "localhost") or Path(target).exists():
+        return
+    raise ConfigurationError(
+        f"{shorten(target)!r} is neither an address nor a model",
+        needed="http:// or https:// with a host and perhaps a port, HOST:PORT, a port, or a model",
+        found="nothing that could be asked, and no such file",
+        fix="holdfast bench http://127.0.0.1:8000",
+        field="target",
+    )
 
 
 def _asked(arguments: argparse.Namespace) -> tuple[Load, RunOptions]:
@@ -300,21 +328,25 @@ def measured(arguments: argparse.Namespace, asked: tuple[Load, RunOptions], url:
     check_lengths(load, target)
     load = calibrated(_with(load, model=target.model))
     progress = None if arguments.quiet else _StatusLine(load, terminal=sys.stderr.isatty())
-    usual = signal.signal(signal.SIGTERM, _as_ctrl_c)
     try:
-        return run_bench(target, load, _with(options, model=model, command=_started_as(arguments, model)), progress)
+        with sigterm_as_ctrl_c():
+            return run_bench(target, load, _with(options, model=model, command=_started_as(arguments, model)), progress)
     except KeyboardInterrupt:
         print("holdfast: interrupted before anything was answered: no figures, nothing written", file=sys.stderr)
         raise
     finally:
-        signal.signal(signal.SIGTERM, usual)
         if progress is not None:
             progress.clear()
 
 
-def _as_ctrl_c(number: int, frame: object) -> None:
+@contextlib.contextmanager
+def sigterm_as_ctrl_c() -> Iterator[None]:
     """Whoever ends a run early wants its figures until then, however it is ended."""
-    signal.raise_signal(signal.SIGINT)
+    usual = signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, usual)
 
 
 def _started_as(arguments: argparse.Namespace, model: str | None) -> str | None:
@@ -364,9 +396,11 @@ class _StatusLine:
             return
         self._said_s = time.monotonic()
         failed = sum(bool(answer.error) for answer in answers[-1000:])
-        whole = f" of {self._seconds:.0f}" if 0 < self._seconds < float("inf") else ""
+        timed = 0 < self._seconds < float("inf")
+        whole = f" of {self._seconds:.0f}" if timed and at_s <= self._seconds else ""
+        last = f", waiting for the last since {self._seconds:.0f} s" if timed and at_s > self._seconds + 1 else ""
         trouble = f", {failed} of the last {min(1000, len(answers))} failed" if failed else ""
-        said = f"{at_s:.0f}{whole} s, {len(answers):,} requests answered{trouble}"
+        said = f"{at_s:.0f}{whole} s, {len(answers):,} requests answered{trouble}{last}"
         sys.stderr.write(f"\r\033[K{said}" if self._terminal else f"holdfast: {said}\n")
         sys.stderr.flush()
 

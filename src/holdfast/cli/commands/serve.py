@@ -220,7 +220,7 @@ def run(arguments: argparse.Namespace, words: tuple[str, ...], parse: Parse, ear
         with_working_command(error, words, parse)
         raise
     early = early or EarlyProcess()
-    given = {field.name for field in dataclasses.fields(EngineConfig)} - {"model"}
+    given = {field.name for field in dataclasses.fields(EngineConfig)} - {"model", "node_secret"}
     settings = {name: value for name, value in vars(arguments).items() if name in given}
     try:
         return _run(
@@ -252,9 +252,11 @@ def _run(
 ) -> int:
     import holdfast
     from holdfast.checkpoints import DEFAULT_MODEL
+    from holdfast.cli.servers.node import check_headless, run_node
     from holdfast.cli.servers.register import ServerEntry
     from holdfast.cli.servers.reload import SettingsReload
     from holdfast.engine.data_parallel.open import open_engine, plan_engines
+    from holdfast.engine.ranks.nodes.secret import with_secret
     from holdfast.engine.startup.build import find_model, open_tokenizer
     from holdfast.engine.startup.progress import LoadProgress
     from holdfast.engine.startup.select_device import settle_device
@@ -273,6 +275,13 @@ def _run(
         log.warning("%s", without_effect)
     for name in unread_variables(os.environ):
         log.warning("%s is set in the environment but ignored: settings are HOLDFAST_NAME", name)
+    check_headless(engine_config, server_config)
+    if engine_config.node_rank > 0:
+        early.end()
+        return run_node(engine_config, server_config)
+    engine_config, made = with_secret(engine_config)
+    if made:
+        log.warning("start the other nodes with HOLDFAST_NODE_SECRET=%s", engine_config.node_secret)
     # A port in use is said before a model is fetched.
     if server_config.uds is None:
         listener = bind(server_config.host, server_config.port)

@@ -17,8 +17,9 @@ import time
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from holdfast.cli.output import say, say_json
-from holdfast.errors import ConfigurationError
+from holdfast.cli.commands.bench import sigterm_as_ctrl_c
+from holdfast.cli.output import say, say_error, say_json
+from holdfast.errors import ConfigurationError, ModelError
 from holdfast.units import shorten
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ EXAMPLES = """examples:
 environment: HOLDFAST_API_KEY for a server with a key
 exit codes: 0 a command to keep, 1 no configuration held the SLO, 2 usage error, 3 no server ran, 130 interrupted
 """
-KEEP, MISSED, NOT_RUNNING, INTERRUPTED = 0, 1, 3, 130
+KEEP, MISSED, UNUSABLE, NOT_RUNNING, INTERRUPTED = 0, 1, 2, 3, 130
 TRIALS_WANTED, SHORTEST_TRIAL_S, LONGEST_TRIAL_S = 50, 8.0, 30.0
 """A trial's length where none is set: so that about so many fit, with time to start servers, within these."""
 
@@ -93,7 +94,20 @@ def _positive(text: str) -> float:
 def run(arguments: argparse.Namespace) -> int:
     from holdfast.tune.report import lines
 
-    result = tuned(arguments)
+    if "://" in arguments.model:
+        raise ConfigurationError(
+            "an address was given, and tune starts the servers that it compares itself",
+            needed="a model",
+            found=shorten(arguments.model),
+            fix=f"holdfast tune MODEL; a server that runs is measured by holdfast bench {shorten(arguments.model)}",
+            field="model",
+        )
+    try:
+        with sigterm_as_ctrl_c():
+            result = tuned(arguments)
+    except ModelError as error:  # 1 would say that there is a command.
+        say_error(error)
+        return UNUSABLE
     if arguments.json:
         import msgspec
 

@@ -57,7 +57,7 @@ def stored_otherwise(command: ServerCommand, question: Question) -> Finding | No
 
 def _holdfast_refuses(command: ServerCommand, question: Question) -> Finding | None:
     """As Holdfast itself says it; names that it does not know are found with the flags."""
-    from holdfast.config.quantization import method
+    from holdfast.config.parts.quantization import method
     from holdfast.planner.models.requested import requested
 
     written, model = command.value("quantization"), question.model

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from holdfast.config.quantization import KERNEL_NAMES, MADE_WHILE_LOADING
+from holdfast.config.parts.quantization import KERNEL_NAMES, MADE_WHILE_LOADING
 from holdfast.doctor.build_finding import changed, found
 from holdfast.doctor.check_command.gpu_split import DRAFT, Split
 from holdfast.doctor.command.parse import ServerCommand

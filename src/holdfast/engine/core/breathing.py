@@ -157,7 +157,7 @@ class Breathing:
         tiers, self._shrink = scheduler.kv.tiers, shrink
         if tiers is None or not tiers.host.total:
             return self._shrink_now(scheduler, resize_kv)
-        tiers.spare_wanted = scheduler.kv.blocks_total + 1 - shrink.blocks
+        tiers.begin_sparing(scheduler.kv.blocks_total + 1 - shrink.blocks)
         return None
 
     def _go_on(self, scheduler: Scheduler, now_s: float, idle: bool, resize_kv: Resize) -> PoolChange | None:

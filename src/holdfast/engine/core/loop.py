@@ -13,6 +13,7 @@ import msgspec
 from holdfast.engine.core.breathing import Breathing
 from holdfast.engine.core.kv_balance import KVBalance
 from holdfast.engine.core.no_structured_output import NoStructuredOutput, StructuredOutputs
+from holdfast.engine.core.pool_resizes import Laps, PoolResizes
 from holdfast.errors import DoesNotFitError, EngineError, HoldfastError
 from holdfast.records import (
     EngineOutput,
@@ -31,8 +32,9 @@ from holdfast.records import (
 from holdfast.scheduler import Scheduler
 from holdfast.scheduler.outputs import refused
 
-SAVE_S = 0.4
-"""The longest that answers stand still for pages that go to RAM before the pool shrinks."""
+SAVE_S = 0.2
+"""The longest that answers stand still for pages that go to RAM before the pool shrinks: those that did not go beside
+steps before."""
 GRAMMAR_WAIT_S = 0.02
 """For a grammar or a mask, where there is nothing else to do."""
 
@@ -73,6 +75,9 @@ class Vram(Protocol):
     def own_bytes(self) -> int:
         """By this process, now."""
 
+    def blocks_with(self, asked: VramBudget, least_blocks: int) -> int:
+        """Pages that the KV pool would have with this budget, as far as is known before. Raises what `change` does."""
+
     def change(self, asked: VramBudget, least_blocks: int, resize_kv: Callable[[int], None]) -> VramGrant:
         """Another budget. `least_blocks`: pages that the KV pool must keep."""
 
@@ -107,6 +112,7 @@ class EngineCore:
         self._kv_balance, self._store_use = kv_balance, store_use
         self._balanced: VramGrant | None = None
         self.breathing, self._breathed = breathing, None
+        self._resizes = PoolResizes()
         self._in_flight: deque[StepHandle] = deque()
         self._undelivered: list[EngineOutput] = []
         """What the next step says besides its own: requests that ended at once, and steps applied before their turn."""
@@ -139,7 +145,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         unfinished = self.scheduler.has_unfinished or self.structured_output.compiling or self.scheduler.has_copies
-        saving = self.breathing is not None and self.breathing.saving
+        saving = self._resizes.preparing or (self.breathing is not None and self.breathing.saving)
         return bool(self._in_flight or self._undelivered) or unfinished or saving
 
     _breathed: PoolChange | None
@@ -218,25 +224,27 @@ class EngineCore:
                 found=str(blocks),
                 fix="another size, or a restart with it",
             )
-        before = self.scheduler.kv.blocks_total + 1
+        before, laps = self.scheduler.kv.blocks_total + 1, Laps(time.monotonic())
         if grows := blocks > before:
             self.runner.resize_kv(blocks)  # First: the memory may not be there.
+            laps.lap("memory", time.monotonic())
         try:
-            while self._in_flight:
-                self._undelivered += self._apply_oldest()
+            self._apply_all()
+            laps.lap(Laps.STEPS, time.monotonic())
             if self.scheduler.kv.tiers is not None:
                 self.scheduler.give_up_copies(self.runner.give_up_reads())
                 if not grows:
                     self._save_before(blocks)
             while (waiting := self.scheduler.wait_for_copies()) is not None:
-                done = self.runner.submit(waiting).result()
-                self._undelivered += self._end(self.scheduler.apply(done, time.monotonic()))
+                self._run_without_rows(waiting)
+            laps.lap("pages on their way", time.monotonic())
             moving = self.scheduler.resize(blocks)
             if moving is not None:
-                done = self.runner.submit(moving).result()  # An adapter may have come with it, or failed to.
-                self._undelivered += self._end(self.scheduler.apply(done, time.monotonic()))
+                self._run_without_rows(moving)  # An adapter may have come with it, or failed to.
+            laps.lap("moving", time.monotonic())
             if not grows:
                 self.runner.resize_kv(blocks)
+                laps.lap("memory", time.monotonic())
         except BaseException:
             self.start_over()
             if grows:  # Else more is held than its budget has.
@@ -244,18 +252,29 @@ class EngineCore:
                 with contextlib.suppress(HoldfastError, RuntimeError):  # A device that is gone takes nothing back.
                     self.runner.resize_kv(before)
             raise
+        self._resizes.note_resize(before, blocks, laps)
+
+    def _apply_all(self) -> None:
+        while self._in_flight:
+            self._undelivered += self._apply_oldest()
+
+    def _run_without_rows(self, plan: StepPlan) -> None:
+        """At once, with nothing in flight."""
+        done = self.runner.submit(plan).result()
+        self._undelivered += self._end(self.scheduler.apply(done, time.monotonic()))
 
     def _save_before(self, blocks: int) -> None:
         """What such a pool would lose goes to RAM, as much as does without anybody seeing a gap."""
         until_s = time.monotonic() + SAVE_S
         while time.monotonic() < until_s and (saving := self.scheduler.save_before(blocks)) is not None:
-            done = self.runner.submit(saving).result()
-            self._undelivered += self._end(self.scheduler.apply(done, time.monotonic()))
+            self._run_without_rows(saving)
 
     def balance_kv(self) -> None:
         """Pages of the KV pool and layers on the GPU change places where that is worth it. Before a step, and while
         there is nothing to do; of whatever stops it: as of a step."""
-        if self._kv_balance is None or (self.breathing is not None and self.breathing.released):
+        if self._kv_balance is None or self._resizes.preparing:
+            return
+        if self.breathing is not None and self.breathing.released:
             return
         found = self._kv_balance.look(self.scheduler, time.monotonic(), self.resize_kv)
         self._balanced = found or self._balanced
@@ -279,19 +298,20 @@ class EngineCore:
             self._undelivered += self._step()
             beat()
         tiers.spare_wanted = 0
-        while self._in_flight:
-            self._undelivered += self._apply_oldest()
+        self._apply_all()
         while (waiting := self.scheduler.wait_for_copies()) is not None:
-            self._undelivered += self._end(self.scheduler.apply(self.runner.submit(waiting).result(), time.monotonic()))
+            self._run_without_rows(waiting)
 
     def breathe(self) -> None:
         """The KV pool gives memory up that nobody asks for or that others need, or takes it again. Before a step, and
         while there is nothing to do; of whatever stops it: as of a step."""
-        if self.breathing is None:
+        if self.breathing is None or self._resizes.preparing:
             return
+        self._resizes.begin_change()
         idle = not (self.scheduler.has_unfinished or self.structured_output.compiling or self._undelivered)
         found = self.breathing.look(self.scheduler, time.monotonic(), idle=idle, resize_kv=self._try_resize)
-        self._breathed = found or self._breathed
+        if found is not None:
+            self._breathed = msgspec.structs.replace(found, stood_still_s=self._resizes.stood_still_s)
 
     def _try_resize(self, blocks: int) -> HoldfastError | None:
         """What kept it from that where nothing was changed by it. Of anything else requests were dropped: it is raised,
@@ -310,23 +330,55 @@ class EngineCore:
         found, self._breathed = self._breathed, None
         return found
 
+    def prepare_resize(self, asked: VramBudget | int) -> None:
+        """Somebody asks for another budget, or for a pool of so many pages. Where that makes the pool smaller, what it
+        would lose goes to RAM beside steps until `may_resize`. Raises DoesNotFitError where so much is not there."""
+        self._resizes.end_preparing(self.scheduler)
+        blocks = asked if isinstance(asked, int) else self._gpu.blocks_with(asked, self.scheduler.least_blocks)
+        self._resizes.prepare(self.scheduler, blocks, time.monotonic())
+
+    @property
+    def may_resize(self) -> bool:
+        """`set_pool` or `set_vram` would not wait for pages that can still go to RAM beside steps."""
+        return self._resizes.ready(self.scheduler, time.monotonic())
+
+    @property
+    def stood_still_s(self) -> float:
+        """How long steps stood still for the last of `set_pool` and `set_vram`."""
+        return self._resizes.stood_still_s
+
     def set_pool(self, blocks: int) -> None:
         """As somebody asked: see `resize_kv`."""
+        self._resizes.end_preparing(self.scheduler)
+        self._resizes.begin_change()
         self.resize_kv(blocks)
         if self.breathing is not None:
             self.breathing.resized(self.scheduler)
 
     def set_vram(self, asked: VramBudget) -> VramGrant:
         """Raises DoesNotFitError, and changes nothing, where so much is not there."""
-        if self._vram is None:
-            raise EngineError("this engine holds nothing on a GPU")
-        granted = self._vram.change(asked, self.scheduler.least_blocks, self.resize_kv)
+        self._resizes.end_preparing(self.scheduler)
+        self._resizes.begin_change()
+        began_s, resizing_s = time.monotonic(), self._resizes.resizing_s
+        granted = self._gpu.change(asked, self.scheduler.least_blocks, self.resize_kv)
+        # Beside resizes of the pool, what layers or experts took that came or left.
+        self._resizes.note(time.monotonic() - began_s - (self._resizes.resizing_s - resizing_s))
         if self.breathing is not None:
             self.breathing.resized(self.scheduler)
         return granted
 
+    @property
+    def _gpu(self) -> Vram:
+        if self._vram is None:
+            raise EngineError("this engine holds nothing on a GPU")
+        return self._vram
+
     def stats(self) -> EngineStats:
-        stats = self.scheduler.stats()
+        stats, resizes = self.scheduler.stats(), self._resizes
+        if resizes.total:
+            stats = msgspec.structs.replace(
+                stats, pool_resizes_total=resizes.total, stood_still_s_total=resizes.stood_still_total_s
+            )
         if self._store_use is not None:
             use, tiers = self._store_use(), self.scheduler.kv.tiers
             dropped = use.dropped_writes_total + (0 if tiers is None else tiers.dropped_writes)

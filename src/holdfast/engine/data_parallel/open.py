@@ -16,7 +16,7 @@ from holdfast.engine.startup.plan_lines import log_plan
 from holdfast.engine.startup.prespawn import EarlyProcess
 from holdfast.hardware import processor
 from holdfast.planner import Plan
-from holdfast.planner.serve.engines import threads_share
+from holdfast.planner.serve.shares.engines import threads_share
 from holdfast.text.tokenizer.tokenizer import Tokenizer
 
 log = logging.getLogger("holdfast")

@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from holdfast.config import EngineConfig
-from holdfast.config.profiler import read_profiler_config
+from holdfast.config.parts.profiler import read_profiler_config
 from holdfast.config.python_words import tells_scripts
 from holdfast.config.setting import Origin, without_effect
 from holdfast.engine.core.loop import EngineCore

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from holdfast.config.profiler import ProfilerConfig
+from holdfast.config.parts.profiler import ProfilerConfig
 from holdfast.errors import ConfigurationError, EngineError
 
 if TYPE_CHECKING:

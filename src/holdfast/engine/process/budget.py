@@ -70,7 +70,7 @@ class MemoryBudget:
     """Of one engine: changed by asking its process for a pool of another size."""
 
     def __init__(self) -> None:
-        self._answer: asyncio.Future[VramGrant | None] | None = None
+        self._answer: asyncio.Future[protocol.Resized] | None = None
         self._asked = 0
         """How often. Whoever asked may not have waited for the answer, which comes all the same."""
 
@@ -86,20 +86,26 @@ class MemoryBudget:
             )
         if now.plan.engine.gpu is None:
             config, plan = await asyncio.to_thread(with_budget, now, budget_bytes)
-            await self._ask(send, partial(protocol.ResizeKV, plan.engine.blocks))
+            answer = await self._ask(send, partial(protocol.ResizeKV, plan.engine.blocks))
             then = replace(now, config=config, plan=plan, info=told(now.info, plan, plan.engine.blocks))
         else:
             asked = asked_vram(now, budget_bytes)
-            granted = await self._ask(send, partial(protocol.SetVram, asked))
-            assert granted is not None, "a SetVram is answered with what was granted"
-            then = with_vram(now, asked, budget_bytes, granted)
-        log.info("memory budget changed to %s: %s", format_bytes(then.plan.budget_bytes), _pool_and_layers(then))
+            answer = await self._ask(send, partial(protocol.SetVram, asked))
+            assert answer.granted is not None, "a SetVram is answered with what was granted"
+            then = with_vram(now, asked, budget_bytes, answer.granted)
+        then = replace(then, info=_with_standstill(then.info, answer.stood_still_s))
+        log.info(
+            "memory budget changed to %s: %s; %s",
+            format_bytes(then.plan.budget_bytes),
+            _pool_and_layers(then),
+            stood_still(answer.stood_still_s),
+        )
         for line in then.info.lowered:
             if line.startswith("budget = "):
                 log.warning("%s", line)
         return then
 
-    async def _ask(self, send: Send, message: Callable[[int], protocol.ToEngine]) -> VramGrant | None:
+    async def _ask(self, send: Send, message: Callable[[int], protocol.ToEngine]) -> protocol.Resized:
         self._answer, self._asked = asyncio.get_running_loop().create_future(), self._asked + 1
         if not send(message(self._asked)):
             self.died()
@@ -109,13 +115,26 @@ class MemoryBudget:
         """By the process."""
         if self._answer is not None and not self._answer.done() and answer.number == self._asked:
             if answer.failure is None:
-                self._answer.set_result(answer.granted)
+                self._answer.set_result(answer)
             else:
                 self._answer.set_exception(answer.failure.error())
 
     def died(self) -> None:
         error = EngineError("the engine process exited before its memory budget was changed")
         self.answered(protocol.Resized(self._asked, Failure.of(error)))
+
+
+def stood_still(seconds: float) -> str:
+    return f"steps stood still for {seconds * 1000:.0f} ms"
+
+
+def _with_standstill(info: EngineInfo, seconds: float) -> EngineInfo:
+    """What was decided of the pool, with what that cost who was answered meanwhile."""
+
+    def told(lines: list[str]) -> list[str]:
+        return [f"{line}; {stood_still(seconds)}" if line.startswith("kv_pool = ") else line for line in lines]
+
+    return msgspec.structs.replace(info, decisions=told(info.decisions), lowered=told(info.lowered))
 
 
 def _pool_and_layers(now: Serving) -> str:
@@ -207,7 +226,9 @@ def breathed(now: Serving, change: PoolChange) -> tuple[Plan, EngineInfo]:
     """With a pool of another size for a while. The plan stays, but for a budget that was raised: a process that is
     started again begins with the whole pool, and says so."""
     pool = f"{format_bytes(change.blocks * now.plan.engine.layout.page_bytes)} ({counted(change.blocks, 'block')})"
-    decision = Decision("kv_pool", pool, change.reason, "measured", lowered=change.lowered)
+    decision = Decision(
+        "kv_pool", pool, f"{change.reason}; {stood_still(change.stood_still_s)}", "measured", lowered=change.lowered
+    )
     plan, budget = now.plan, change.budget_bytes
     if budget is not None:
         plan = replace(plan, ranks=(replace(plan.ranks[0], budget_bytes=budget),))

@@ -26,7 +26,7 @@ from holdfast.engine.process import protocol
 from holdfast.engine.process.fault_injection import fail_loading, with_faults
 from holdfast.engine.startup.preload_torch import import_torch
 from holdfast.engine.startup.prespawn import cannot_start, shortage
-from holdfast.errors import DoesNotFitError, HoldfastError
+from holdfast.errors import DoesNotFitError, HoldfastError, UnsupportedOptionError
 from holdfast.observability.nonblocking_output import unblock_output
 
 if TYPE_CHECKING:
@@ -162,6 +162,7 @@ class _Heart:
 
 
 def _serve(core: EngineCore, socket: zmq.Socket[bytes], heart: _Heart, keeper: KVKeeper | None = None) -> None:
+    resizes = _Resizes(core, socket)
     while True:
         if not core.has_work:
             socket.poll(IDLE_POLL_MS)
@@ -177,16 +178,16 @@ def _serve(core: EngineCore, socket: zmq.Socket[bytes], heart: _Heart, keeper: K
             elif isinstance(heard, protocol.ResetPrefixCache):
                 core.scheduler.reset_prefix_cache()
             elif isinstance(heard, protocol.ResizeKV | protocol.SetVram):
-                resized = _resized(core, heard)
-                socket.send(protocol.encode(protocol.StepOutputs([], core.stats())))  # Whoever asked sees what it did.
-                socket.send(protocol.encode(resized))
+                resizes.ask(heard)
             elif isinstance(heard, protocol.KeepKV):
+                resizes.go_on(wait=False)
                 socket.send(protocol.encode(protocol.Kept(None if keeper is None else keeper.keep(heart.beat))))
                 _await_stop(socket, heart)
                 return
             elif isinstance(heard, protocol.Stop):
                 return
             changed = True
+        resizes.go_on()
         if core.has_work or changed:  # After the last request was aborted nothing steps, but the numbers have changed.
             outputs = core.step()
             socket.send(protocol.encode(protocol.StepOutputs(outputs, core.stats())))
@@ -207,16 +208,47 @@ def _await_stop(socket: zmq.Socket[bytes], heart: _Heart) -> None:
         socket.poll(IDLE_POLL_MS)
 
 
+class _Resizes:
+    """Of the pool, as the front asks for them: answers go on while pages go to RAM, and the pool is resized then."""
+
+    def __init__(self, core: EngineCore, socket: zmq.Socket[bytes]) -> None:
+        self._core, self._socket = core, socket
+        self._asked: protocol.ResizeKV | protocol.SetVram | None = None
+
+    def ask(self, asked: protocol.ResizeKV | protocol.SetVram) -> None:
+        self.go_on(wait=False)  # Who asked before is answered before.
+        try:
+            self._core.prepare_resize(asked.asked if isinstance(asked, protocol.SetVram) else asked.blocks)
+        except (DoesNotFitError, UnsupportedOptionError) as error:
+            self._answer(protocol.Resized(asked.number, protocol.pack_failure(error)))
+            return
+        self._asked = asked
+        self.go_on()
+
+    def go_on(self, *, wait: bool = True) -> None:
+        """`wait`: for pages that go to RAM."""
+        if (asked := self._asked) is not None and not (wait and not self._core.may_resize):
+            self._asked = None
+            self._answer(_resized(self._core, asked))
+
+    def _answer(self, answer: protocol.Resized) -> None:
+        numbers = protocol.StepOutputs([], self._core.stats())  # Whoever asked sees what it did.
+        self._socket.send(protocol.encode(numbers))
+        self._socket.send(protocol.encode(answer))
+
+
 def _resized(core: EngineCore, asked: protocol.ResizeKV | protocol.SetVram) -> protocol.Resized:
     """Of anything but a refusal this process ends, as of a step that fails: the front starts another, and requests go
     on there."""
+    granted = None
     try:
         if isinstance(asked, protocol.SetVram):
-            return protocol.Resized(asked.number, granted=core.set_vram(asked.asked))
-        core.set_pool(asked.blocks)
-    except DoesNotFitError as error:
+            granted = core.set_vram(asked.asked)
+        else:
+            core.set_pool(asked.blocks)
+    except (DoesNotFitError, UnsupportedOptionError) as error:
         return protocol.Resized(asked.number, protocol.pack_failure(error))
-    return protocol.Resized(asked.number)
+    return protocol.Resized(asked.number, granted=granted, stood_still_s=core.stood_still_s)
 
 
 def _hear(socket: zmq.Socket[bytes]) -> protocol.ToEngine | None:

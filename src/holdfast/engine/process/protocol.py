@@ -96,6 +96,8 @@ class Resized(msgspec.Struct, frozen=True, tag=True):
     failure: Failure | None = None
     granted: VramGrant | None = None
     """To a SetVram."""
+    stood_still_s: float = 0.0
+    """How long no step ran for it."""
 
 
 class Balanced(msgspec.Struct, frozen=True, tag=True):

@@ -48,8 +48,9 @@ def ledger_of(
 
 
 def _ranks(info: EngineInfo) -> list[ProcessMemory]:
-    """The other ranks of an engine that has several. Pages of files are the engine process's too, and counted there."""
-    rows = [] if info.memory is None else info.memory.ranks[1:]
+    """The other ranks of an engine that has several, on this machine. Pages of files are the engine process's too, and
+    counted there."""
+    rows = [] if info.memory is None else [row for row in info.memory.ranks[1:] if row.node == 0]
     held = [process_memory(f"rank {row.rank}", row.pid) for row in rows]
     return [
         msgspec.structs.replace(one, resident_bytes=one.resident_bytes - one.files_bytes, files_bytes=0)
@@ -70,6 +71,8 @@ def continued(before: EngineStats, now: EngineStats) -> EngineStats:
         kv_tiers=_continued_tiers(before.kv_tiers, now.kv_tiers),
         failed_copies_total=before.failed_copies_total + now.failed_copies_total,
         fetches_not_worth_total=before.fetches_not_worth_total + now.fetches_not_worth_total,
+        pool_resizes_total=before.pool_resizes_total + now.pool_resizes_total,
+        stood_still_s_total=before.stood_still_s_total + now.stood_still_s_total,
     )
 
 

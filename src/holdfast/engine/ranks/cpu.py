@@ -21,7 +21,7 @@ from holdfast.execution.runner import ProfileRun, Runner, RunnerLimits
 from holdfast.execution.weights.load import load_weights
 from holdfast.execution.weights.products_by import torch_share
 from holdfast.footprint.cpu import SLOT_PAGE_BYTES, head_rows
-from holdfast.hardware import Resident, resident
+from holdfast.hardware import Resident, memory, resident
 from holdfast.models import ModelSpec
 from holdfast.models.stages import rank_spec
 from holdfast.observability.decisions import Decision
@@ -126,6 +126,7 @@ def measured(rank: LoadedRank, profile: ProfileRun) -> Measured:
         nameless_bytes=nameless,
         given_back_bytes=profile.given_back_bytes,
         peak_bytes=rank.loaded.peak_bytes,
+        free_bytes=memory().available_bytes,
     )
 
 

@@ -22,8 +22,8 @@ from holdfast.engine.ranks.following import Follower
 from holdfast.engine.startup.build import find_model
 from holdfast.engine.startup.kv_scales import find_kv_scales
 from holdfast.errors import HoldfastError
-from holdfast.execution.parallel.gloo import open_store
-from holdfast.execution.parallel.rank_link import RankLink
+from holdfast.execution.parallel.rank_link import Meeting, RankLink
+from holdfast.execution.parallel.sockets.gloo import open_store
 from holdfast.observability.nonblocking_output import unblock_output
 from holdfast.records import StepPlan
 
@@ -55,11 +55,13 @@ def _follower(start: messages.StartRank) -> type[Follower]:
 
 class CpuFollower(Follower):
     def _load(self, start: messages.StartRank) -> None:
-        self._link = RankLink(self._segment, start.rank, self._look)
-        if start.store_port is not None:
-            self._link.use_gloo(open_store(start.store_port, start.size))
-        stage = self._link.stage
         config = EngineConfig(**start.config)  # type: ignore[arg-type]
+        self._link = RankLink(self._segment, start.rank, self._look, config.nnodes)
+        if start.store_port is not None:
+            self._say(messages.RankHere())
+            store = open_store(start.store_port, start.size, start.store_host)
+            self._link.meet(Meeting(store, start.host, start.key), all_by_gloo=config.disable_custom_all_reduce)
+        stage = self._link.stage
         model = find_model(config, progress=False, text=False)
         self._config, self._files, self._asked = config, model.files, AskedPlaces()
         self._member: LoadedRank = load_rank(

@@ -1,8 +1,8 @@
-"""The other ranks as rank 0 sees them: started as children, told what to do, watched, ended.
+"""The other ranks as rank 0 sees them: started, told what to do, watched, ended.
 
-    mailbox     plans and orders, to all of them in one order
+    mailbox     plans and orders, to all of them in one order; to other nodes by their agents (nodes/hub.py)
     sockets     what each answers
-    watchers    a thread a child, which starts it and waits for its end: then all waiting ends with an alarm
+    watchers    of children and of nodes: when a rank ends, all waiting ends with an alarm
 
 A rank that dies or does not come is the end of the group: its owner ends all of them and starts a new one. Knows
 nothing of models.
@@ -12,87 +12,51 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
-import signal
-import socket
-import subprocess
+import secrets
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from multiprocessing.connection import Connection, wait
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from holdfast.config import EngineConfig
 from holdfast.engine.ranks import messages
+from holdfast.engine.ranks.children import RankHandle, RankProcess
 from holdfast.engine.ranks.cpu import segment_layout, threads_of
 from holdfast.errors import EngineDiedError, EngineError, EngineHungError
-from holdfast.execution.parallel.gloo import open_store
 from holdfast.execution.parallel.gpu.link import GpuRankLink
 from holdfast.execution.parallel.mailbox import Sender
-from holdfast.execution.parallel.rank_link import RankLink
+from holdfast.execution.parallel.rank_link import Meeting, RankLink
 from holdfast.execution.parallel.segment import Segment
+from holdfast.execution.parallel.sockets.gloo import LOOPBACK, open_store
+from holdfast.execution.parallel.sockets.spread import Spread
+from holdfast.execution.parallel.sockets.stage_lines import KEY_BYTES
 from holdfast.planner import Plan
 from holdfast.records import StepPlan
 from holdfast.units import format_duration
+
+if TYPE_CHECKING:
+    from holdfast.engine.ranks.nodes.hub import NodeHub
 
 LEAVE_S = 3.0
 """For ranks to end in order, before they are killed."""
 KILLED_S = 10.0
 ANSWER_LOOK_S = 0.2
+SETTLED_LOOK_S = 0.001
 AHEAD, HALF = 1 << 20, 1 << 31
 """That all ranks go on with their counts after a step was left, further than any of them can have come; and half of the
 numbers that a count has."""
+HEARD_OF_S = 2.0
+"""For the end of a rank on another node to be heard of, after its connections have ended."""
+NOT_COME = "has not come to where the other ranks wait for it"
 LAST_WORDS_S = 0.5
 """For what a rank had written when it ended."""
 
 Answer = TypeVar("Answer", bound=messages.FromRank)
 
 
-class RankProcess:
-    """A child and its socket."""
-
-    def __init__(self, number: int, segment: Segment, on_end: Callable[[], None]) -> None:
-        self.number, self._on_end = number, on_end
-        ours, theirs = socket.socketpair()
-        started: Future[subprocess.Popen[bytes]] = Future()
-        # The system ends a child when the thread that started it ends: that one lives as long as the child.
-        watcher = threading.Thread(
-            target=self._watch, args=(started, segment.descriptor, theirs), name=f"rank-{number}", daemon=True
-        )
-        watcher.start()
-        try:
-            self.process = started.result()
-        finally:
-            theirs.close()
-        self.connection = Connection(ours.detach())
-        self.watcher = watcher
-
-    def _watch(self, started: Future[subprocess.Popen[bytes]], segment: int, theirs: socket.socket) -> None:
-        try:
-            process = subprocess.Popen(
-                [sys.executable, "-u", "-m", "holdfast.engine.ranks.entry", str(os.getpid()), str(segment),
-                 str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(segment, theirs.fileno()),
-            )  # fmt: skip
-        except BaseException as error:
-            started.set_exception(error)
-            return
-        started.set_result(process)
-        process.wait()
-        self._on_end()
-
-    def ending(self) -> str:
-        code = self.process.returncode
-        if code is None:
-            return "it still runs"
-        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-
 class RankGroup:
-    """`timeout_s`: how long another rank may let this one wait; 0: for ever. `beat`: called while it does."""
+    """`timeout_s`: how long another rank may let this one wait; 0: for ever. `beat`: called while it does. `hub`: with
+    all other nodes joined; it starts the ranks there."""
 
     def __init__(
         self,
@@ -102,35 +66,30 @@ class RankGroup:
         cores: int,
         timeout_s: float,
         beat: Callable[[], None] | None = None,
+        hub: NodeHub | None = None,
     ) -> None:
         self.size = plan.engine.rank_count
-        self.timeout_s, self.cores = timeout_s, cores
-        self.threads = threads_of(cores, self.size, 0)
+        self.timeout_s, self._hub = timeout_s, hub
+        nodes = [cores] if hub is None else [report.cores for report in hub.reports]
+        self.spread = Spread(self.size, max(1, len(plan.engine.stages)), len(nodes))
+        each = self.spread.each
+        self.threads = [threads_of(nodes[rank // each], each, rank % each) for rank in range(self.size)]
+        """Of each rank."""
         self._segment = Segment(segment_layout(plan.engine))
-        self._ending, self._interrupted, self._resume = False, False, 0
+        self._ending, self._interrupted, self._resume, self._failed = False, False, 0, False
         self.beat = beat or (lambda: None)
-        self._sender = Sender(self._segment, self._look)
-        self._ranks = list[RankProcess]()
-        self.link = GpuRankLink() if plan.engine.rank_gpus else RankLink(self._segment, 0, self._look)
+        own = self.spread.ranks_of(0)[1:]
+        self._sender = Sender(self._segment, self._look, own)
+        self._ranks = list[RankHandle]()
+        self.link = (
+            GpuRankLink() if plan.engine.rank_gpus else RankLink(self._segment, 0, self._look, self.spread.nodes)
+        )
         self._progress, self._progressed_s = [0], 0.0
         self._settled = list[tuple[int, messages.AdapterSettled]]()
         try:
-            for number in range(1, self.size):
+            for number in own:
                 self._ranks.append(RankProcess(number, self._segment, self._on_end))
-            self.store = open_store(None, self.size) if _wants_store(config, plan) else None
-            for rank in self._ranks:
-                start = messages.StartRank(
-                    rank=rank.number,
-                    size=self.size,
-                    config=dataclasses.asdict(config),
-                    plan=plan,
-                    threads=threads_of(cores, self.size, rank.number),
-                    store_port=None if self.store is None else self.store.port,
-                )
-                rank.connection.send_bytes(messages.encode(start))
-            # Waits until all ranks are there, which have been told to start by now. Those of GPUs are joined later.
-            if self.store is not None and isinstance(self.link, RankLink):
-                self.link.use_gloo(self.store, self.timeout_s)
+            self._start(config, plan)
         except OSError as error:
             self.close()
             raise EngineDiedError(f"the ranks of this engine could not be started: {error}") from error
@@ -138,10 +97,39 @@ class RankGroup:
             self.close()
             raise
 
+    def _start(self, config: EngineConfig, plan: Plan) -> None:
+        """Tells all what to load; returns when those that do not share memory have found one another."""
+        hosts = [LOOPBACK] if self._hub is None else [report.host for report in self._hub.reports]
+        apart = self._hub is not None or _wants_store(config, plan)
+        self.store = open_store(None, self.size, hosts[0]) if apart else None
+        key = secrets.token_bytes(KEY_BYTES)
+        starts = [
+            messages.StartRank(
+                rank=rank,
+                size=self.size,
+                config={**dataclasses.asdict(config), "node_secret": None},
+                plan=plan,
+                threads=self.threads[rank],
+                store_port=None if self.store is None else self.store.port,
+                store_host=hosts[0],
+                host=hosts[self.spread.node_of(rank)],
+                key=key,
+            )
+            for rank in range(self.size)
+        ]
+        for child in self._ranks:
+            child.connection.send_bytes(messages.encode(starts[child.number]))
+        if self._hub is not None:
+            self._ranks += self._hub.start(starts, self._segment, self._on_end)
+        if self.store is not None and isinstance(self.link, RankLink):  # Those of GPUs are joined later.
+            self.answers(messages.RankHere)
+            meeting = Meeting(self.store, hosts[0], key, self.timeout_s)
+            self.link.meet(meeting, all_by_gloo=config.disable_custom_all_reduce)
+
     @property
     def pids(self) -> list[int]:
         """Of the other ranks."""
-        return [rank.process.pid for rank in self._ranks]
+        return [rank.pid for rank in self._ranks]
 
     def tell_each(self, message: messages.JoinRanks) -> None:
         """By their sockets: while they start."""
@@ -161,6 +149,8 @@ class RankGroup:
         self.check()
         if self._interrupted:
             self._go_on()
+        if self._hub is not None:
+            self._hub.post(message)
         self._sender.send(message)
 
     def tell_sampled(self, slots: list[int], tokens: list[int]) -> None:
@@ -170,6 +160,7 @@ class RankGroup:
     def interrupt(self) -> None:
         """This rank has left a step in the middle: the others leave it too, wherever they are."""
         self._interrupted = True
+        self._failed = self._failed or not self.link.resumes
         if not self.link.resumes or self._ending:
             return
         segment = self._segment
@@ -181,8 +172,8 @@ class RankGroup:
 
     def _go_on(self) -> None:
         if not self.link.resumes:
-            assert self.link.collectives is not None
-            name = self.link.collectives.name
+            sums = self.link.collectives
+            name = "sockets" if sums is None or self.spread.nodes > 1 else sums.name
             raise EngineDiedError(
                 f"a step was left in the middle, which ranks that are joined by {name} cannot go on from"
             )
@@ -197,7 +188,7 @@ class RankGroup:
         """What each says next of this kind. `on_loading`: called when one has loaded a tensor."""
         return [self._answer(rank, kind, on_loading) for rank in self._ranks]
 
-    def _answer(self, rank: RankProcess, kind: type[Answer], on_loading: Callable[[], None] | None) -> Answer:
+    def _answer(self, rank: RankHandle, kind: type[Answer], on_loading: Callable[[], None] | None) -> Answer:
         while True:
             while not rank.connection.poll(ANSWER_LOOK_S):
                 self.check()
@@ -218,35 +209,54 @@ class RankGroup:
     def settled_adapters(self, wait_s: float) -> list[tuple[int, messages.AdapterSettled]]:
         """What ranks have said of LoRA adapters since it was asked last, each with its number. Waits so long at most
         for a first word."""
-        by_connection = {rank.connection: rank for rank in self._ranks}
-        ready = wait(list(by_connection), 0.0 if self._settled else wait_s)
-        while ready:
-            for rank in (by_connection[one] for one in ready if isinstance(one, Connection)):
-                try:
-                    heard = messages.decode_from_rank(rank.connection.recv_bytes())
-                except (EOFError, OSError):
-                    raise self._died(rank) from None
-                if isinstance(heard, messages.RankFailed):
-                    raise _told(rank, heard)
-                assert isinstance(heard, messages.AdapterSettled), "nothing else is said without being asked"
-                self._settled.append((rank.number, heard))
-            ready = wait(list(by_connection), 0.0)
+        until_s = time.monotonic() + wait_s
+        while True:
+            for rank in self._ranks:
+                while rank.connection.poll(0.0):
+                    self._settled.append((rank.number, self._said_of_adapter(rank)))
+            if self._settled or time.monotonic() >= until_s:
+                break
+            time.sleep(SETTLED_LOOK_S)
         found, self._settled = self._settled, []
         return found
+
+    def _said_of_adapter(self, rank: RankHandle) -> messages.AdapterSettled:
+        try:
+            heard = messages.decode_from_rank(rank.connection.recv_bytes())
+        except (EOFError, OSError):
+            raise self._died(rank) from None
+        if isinstance(heard, messages.RankFailed):
+            raise _told(rank, heard)
+        assert isinstance(heard, messages.AdapterSettled), "nothing else is said without being asked"
+        return heard
+
+    def explained(self, error: EngineError) -> EngineError:
+        """Of what failed in this rank because another did: the end of that one, which may be heard of a little later,
+        or that it stands still."""
+        until_s = time.monotonic() + HEARD_OF_S
+        while time.monotonic() < until_s:
+            try:
+                self.check()
+            except EngineError as cause:
+                return cause
+            if stopped := [rank.name for rank in self._ranks if rank.stopped]:
+                return EngineHungError(f"{', '.join(stopped)} {NOT_COME}", found=error.message)
+            time.sleep(HEARD_OF_S / 20)
+        return error
 
     def check(self) -> None:
         """Raises where a rank has ended."""
         for rank in self._ranks:
-            if rank.process.poll() is not None:
+            if rank.ended:
                 raise self._died(rank)
 
-    def _died(self, rank: RankProcess) -> EngineError:
+    def _died(self, rank: RankHandle) -> EngineError:
         with contextlib.suppress(EOFError, OSError):
             while rank.connection.poll(LAST_WORDS_S):
                 heard = messages.decode_from_rank(rank.connection.recv_bytes())
                 if isinstance(heard, messages.RankFailed):
                     return _told(rank, heard)
-        return EngineDiedError(f"rank {rank.number} (pid {rank.process.pid}) has ended: {rank.ending()}")
+        return EngineDiedError(f"{rank.name} has ended: {rank.ending()}")
 
     def _look(self, waited_s: float) -> None:
         """While others are awaited."""
@@ -256,9 +266,9 @@ class RankGroup:
         waited_s = self._without_progress_s(waited_s)
         if 0 < self.timeout_s <= waited_s:
             behind = self._behind()
-            names = ", ".join(f"rank {rank.number} (pid {rank.process.pid})" for rank in behind or self._ranks)
+            names = ", ".join(rank.name for rank in behind or self._ranks)
             raise EngineHungError(
-                f"{names} has not come to where the other ranks wait for it",
+                f"{names} {NOT_COME}",
                 needed=f"within {format_duration(self.timeout_s)}",
                 found=f"{format_duration(waited_s)} without it",
             )
@@ -271,8 +281,10 @@ class RankGroup:
             self._progress, self._progressed_s = alive, waited_s
         return waited_s - self._progressed_s if alive else waited_s
 
-    def _behind(self) -> list[RankProcess]:
+    def _behind(self) -> list[RankHandle]:
         """Who has not come: of the first stage that has not handed on what it was given, those who counted least."""
+        if stopped := [rank for rank in self._ranks if rank.stopped]:
+            return stopped
         counts, sent, each = self._segment.counts, self._segment.sent, self._segment.layout.tensor_parallel
         # What the last stage sends is answers, of which a step may have several: it is meant where no other is.
         handed_on = [sent[first].value for first in range(0, self.size - each, each)] if sent else []
@@ -302,11 +314,16 @@ class RankGroup:
             self.order(messages.Leave())
             _await_end(self._ranks, LEAVE_S)
         for rank in self._ranks:
-            rank.process.kill()
+            if not rank.ended:
+                rank.kill()
+        gone = [rank.await_end(KILLED_S) for rank in self._ranks]
         for rank in self._ranks:
-            rank.watcher.join(KILLED_S)
             rank.connection.close()
-        if not any(rank.watcher.is_alive() for rank in self._ranks):  # One that hangs in the system may still say so.
+        if self._hub is not None:
+            # Of an engine that ends by an error another is started, unless it was the start itself that failed; nodes
+            # that wait for a head in vain end by themselves.
+            self._hub.close(again=self._failed or sys.exc_info()[0] is not None)
+        if all(gone):  # One that hangs in the system may still say so.
             self._segment.close()
 
 
@@ -316,13 +333,13 @@ def _wants_store(config: EngineConfig, plan: Plan) -> bool:
     return len(set(uuids)) == len(uuids) if uuids else config.disable_custom_all_reduce
 
 
-def _await_end(ranks: Sequence[RankProcess], timeout_s: float) -> None:
+def _await_end(ranks: Sequence[RankHandle], timeout_s: float) -> None:
     until_s = time.monotonic() + timeout_s
     for rank in ranks:
-        rank.watcher.join(max(0.0, until_s - time.monotonic()))
+        rank.await_end(until_s - time.monotonic())
 
 
-def _told(rank: RankProcess, said: messages.RankFailed) -> EngineError:
+def _told(rank: RankHandle, said: messages.RankFailed) -> EngineError:
     """Why a rank has ended, in its own words and with its number."""
     error = said.failure.error()
     error.message = f"rank {rank.number}: {error.message}"

@@ -26,7 +26,12 @@ class StartRank(msgspec.Struct, frozen=True, tag=True):
     plan: Plan
     threads: int
     store_port: int | None = None
-    """Where gloo's ranks find one another; None: they share memory."""
+    """Where ranks find one another that do not share memory; None: all do."""
+    store_host: str = "127.0.0.1"
+    host: str = "127.0.0.1"
+    """Where others reach this rank."""
+    key: bytes = b""
+    """By which ranks of this start know one another."""
 
 
 class Sampled(msgspec.Struct, frozen=True, array_like=True):
@@ -85,6 +90,10 @@ class RankJoined(msgspec.Struct, frozen=True, tag=True):
     against: str = ""
 
 
+class RankHere(msgspec.Struct, frozen=True, tag=True):
+    """It has begun, and looks for those that it shares no memory with."""
+
+
 class RankLoading(msgspec.Struct, frozen=True, tag=True):
     done: int
     total: int
@@ -103,7 +112,7 @@ class Measured(msgspec.Struct, frozen=True, tag=True):
     peak_bytes: int
     """While it loaded."""
     free_bytes: int = 0
-    """On its GPU."""
+    """On its GPU; of a CPU in the RAM of its machine."""
     own_bytes: int = 0
     """That it holds there, by the driver's count."""
     kv_bytes: int = 0
@@ -137,7 +146,16 @@ class RankFailed(msgspec.Struct, frozen=True, tag=True):
 
 Order = ProfileStep | FindScales | BackKV | ResizePool | Serve | Leave
 FromRank = (
-    RankOpened | RankJoined | RankLoading | RankLoaded | Measured | ScalesFound | Done | AdapterSettled | RankFailed
+    RankHere
+    | RankOpened
+    | RankJoined
+    | RankLoading
+    | RankLoaded
+    | Measured
+    | ScalesFound
+    | Done
+    | AdapterSettled
+    | RankFailed
 )
 
 encode = msgspec.msgpack.Encoder().encode

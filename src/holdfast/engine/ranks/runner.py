@@ -13,6 +13,7 @@ from holdfast.engine.core.loop import StepHandle, StepRunner
 from holdfast.engine.ranks import messages
 from holdfast.engine.ranks.adapters import JoinedAdapters
 from holdfast.engine.ranks.group import RankGroup
+from holdfast.errors import EngineDiedError
 from holdfast.records import StepPlan, StepResult, TokenMasks
 
 
@@ -35,6 +36,9 @@ class RankedRunner:
             self._group.send_plan(plan)
             self._adapters.note(plan)
             handle = self._runner.submit(plan, masks)
+        except EngineDiedError as error:
+            self._leave()
+            raise self._group.explained(error) from error
         except BaseException:
             self._leave()
             raise
@@ -51,6 +55,9 @@ class RankedRunner:
             try:
                 result = self._adapters.joined(step.plan, step.handle).result()
                 self._tell_sampled(step.plan, result)
+            except EngineDiedError as error:
+                self._leave()
+                raise self._group.explained(error) from error
             except BaseException:
                 self._leave()
                 raise

@@ -6,18 +6,20 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from holdfast.checkpoints import ModelFiles
 from holdfast.config import EngineConfig
 from holdfast.engine.core.loop import StepRunner
 from holdfast.engine.ranks import messages
-from holdfast.engine.ranks.cpu import LoadedRank, load_rank, measured, threads_of
+from holdfast.engine.ranks.cpu import LoadedRank, load_rank, measured
 from holdfast.engine.ranks.group import RankGroup
 from holdfast.engine.ranks.messages import Measured
 from holdfast.engine.ranks.runner import RankedRunner
 from holdfast.engine.startup.kv_scales import find_kv_scales
+from holdfast.errors import EngineDiedError
 from holdfast.execution.kv_scales import KVScales
-from holdfast.execution.parallel.gloo import GlooCollectives
+from holdfast.execution.parallel.sockets.gloo import GlooCollectives
 from holdfast.execution.runner import Runner
 from holdfast.models import ModelSpec
 from holdfast.models.stages import rank_spec
@@ -25,6 +27,9 @@ from holdfast.observability.decisions import Decision
 from holdfast.planner import Plan
 from holdfast.planner.sizing.rank_shares import whole_experts
 from holdfast.records import RankMemory
+
+if TYPE_CHECKING:
+    from holdfast.engine.ranks.nodes.hub import NodeHub
 
 Progress = Callable[[str, int, int], None]
 HUNG_S = 45.0
@@ -89,7 +94,8 @@ class LoadedRanks:
             RankMemory(
                 rank=rank,
                 pid=pids[rank],
-                threads=threads_of(self.group.cores, self.group.size, rank),
+                threads=self.group.threads[rank],
+                node=self.group.spread.node_of(rank),
                 heads=own.heads,
                 kv_heads=own.kv_heads,
                 experts=whole_experts(spec, *engine.part_of(rank)),
@@ -107,11 +113,12 @@ class LoadedRanks:
         if self.group is None:
             return self.first.decisions
         size, sums = self.group.size, self.group.link.collectives
-        threads = ", ".join(str(threads_of(self.group.cores, size, rank)) for rank in range(size))
-        reason = f"{size} ranks of one machine, which compute with {threads} threads"
+        threads, nodes = ", ".join(map(str, self.group.threads)), self.group.spread.nodes
+        where = "one machine" if nodes == 1 else f"{nodes} nodes"
+        reason = f"{size} ranks of {where}, which compute with {threads} threads"
         if sums is None:
             return (*self.first.decisions, Decision("threads", threads, reason, "hardware"))
-        source = "set" if sums.name == GlooCollectives.name else "hardware"
+        source = "set" if sums.name == GlooCollectives.name and nodes == 1 else "hardware"
         return (*self.first.decisions, Decision("all_reduce", sums.name, reason, source))
 
     def profile_run(self) -> tuple[list[Measured], float]:
@@ -119,7 +126,10 @@ class LoadedRanks:
         if self.group is not None:
             self.group.order(messages.ProfileStep())
         began_s = time.monotonic()
-        profile = self.runner.profile_run()
+        try:
+            profile = self.runner.profile_run()
+        except EngineDiedError as error:
+            raise error if self.group is None else self.group.explained(error) from error
         took_s = time.monotonic() - began_s
         others = [] if self.group is None else self.group.answers(Measured)
         return [measured(self.first, profile), *others], took_s
@@ -134,14 +144,15 @@ def load_ranks(
     *,
     cores: int,
     beat: Callable[[], None] | None = None,
+    hub: NodeHub | None = None,
 ) -> LoadedRanks:
-    """Whatever fails, no rank is left behind."""
+    """`hub`: with the other nodes, where there are any. Whatever fails, no rank is left behind."""
     if plan.engine.rank_count == 1:
         first = load_rank(
             config, files, spec, plan, lambda done, total: progress("load", done, total), threads=cores, beat=beat
         )
         return LoadedRanks(first, None)
-    group = RankGroup(config, plan, cores=cores, timeout_s=hung_s(config), beat=beat)
+    group = RankGroup(config, plan, cores=cores, timeout_s=hung_s(config), beat=beat, hub=hub)
 
     def loaded(done: int, total: int) -> None:
         group.check()
@@ -154,7 +165,7 @@ def load_ranks(
             spec,
             plan,
             loaded,
-            threads=group.threads,
+            threads=group.threads[0],
             beat=beat,
             collectives=group.link.collectives,
             stage=group.link.stage,

@@ -49,7 +49,7 @@ from holdfast.models import ModelSpec
 from holdfast.models.families.classifier import FROM_TOKENS, TOKEN_IDS
 from holdfast.planner import Plan, largest_pool, make_cpu_plan, settle_pool
 from holdfast.planner.models.requested import requested
-from holdfast.planner.serve.engines import gpus_share, one_share, ram_share
+from holdfast.planner.serve.shares.engines import gpus_share, one_share, ram_share
 from holdfast.records import EngineInfo, LowerTier, MemoryReport, MemoryTerm
 from holdfast.scheduler import Scheduler, SchedulerLimits
 from holdfast.units import shorten
@@ -305,6 +305,7 @@ def build_core(
     waits for a disk. `tier_file`: whose memory KV pages in RAM beside a GPU have; None: the engine's own."""
     with _without_collector():
         from holdfast.engine.core.loop import EngineCore
+        from holdfast.engine.ranks.nodes.open import available_bytes, join_nodes
         from holdfast.engine.ranks.together import load_ranks
         from holdfast.engine.startup.streamed_layers import lower_tiers
         from holdfast.execution import native
@@ -318,8 +319,8 @@ def build_core(
     if plan.engine.gpu is not None:
         return _build_on_gpu(config, model, progress, plan, beat, tier_file)
     cores, loaded_from = config.threads or processor().cores, files_stamp(config, model.files)
-    plan = _still_fits(plan)
-    ranks = load_ranks(config, model.files, model.spec, plan, progress, cores=cores, beat=beat)
+    hub, plan = join_nodes(config, model.files, _still_fits(config, plan), progress)
+    ranks = load_ranks(config, model.files, model.spec, plan, progress, cores=cores, beat=beat, hub=hub)
     runner, core_runner = ranks.runner, ranks.step_runner
     try:
         plan = replace(plan, decisions=(*plan.decisions, *ranks.decisions))
@@ -327,9 +328,9 @@ def build_core(
         ranks.back_kv(2)
         measured, profile_run_s = ranks.profile_run()
         plan = replace(plan, decisions=(*plan.decisions, *ranks.find_kv_scales(config, model.files)))
-        plan, report = _settled(plan, measured, lower_tiers(config, plan))
+        plan, report = _settled(plan, measured, lower_tiers(config, plan), available_bytes(config, plan, measured))
         report = msgspec.structs.replace(report, ranks=ranks.rows(model.spec, plan, measured))
-        ranks.back_kv(plan.engine.blocks, largest_pool(plan, memory().total_bytes))
+        ranks.back_kv(plan.engine.blocks, largest_pool(plan, memory().total_bytes * config.nnodes))
         opened = open_kv_store(config, model.files, model.spec, plan, runner.kv_scales.digest_parts(), loaded_from)
     except BaseException:
         core_runner.close()
@@ -414,16 +415,21 @@ def _balances(config: EngineConfig, plan: Plan) -> bool:
     return not by_hand and not config.yield_to_neighbours
 
 
-def _still_fits(plan: Plan) -> Plan:
-    """Held against what is free now: the plan may be minutes old, and a download may lie between."""
+def _still_fits(config: EngineConfig, plan: Plan) -> Plan:
+    """Held against what is free now: the plan may be minutes old, and a download may lie between. Of several nodes that
+    is done when they have joined."""
+    if config.nnodes > 1:
+        return plan
     coming = sum(
         size for name, size in plan.terms.items() if name not in ("front", "framework", "libraries", "kv_pool")
     )
     return settle_pool(plan, memory().available_bytes - coming)
 
 
-def _settled(plan: Plan, ranks: Sequence[Measured], below: list[LowerTier]) -> tuple[Plan, MemoryReport]:
-    """The pool by what is measured of all ranks, and the books of it."""
+def _settled(
+    plan: Plan, ranks: Sequence[Measured], below: list[LowerTier], available: int
+) -> tuple[Plan, MemoryReport]:
+    """The pool by what is measured of all ranks, and the books of it. `available`: for it and for what stays free."""
     base_names = ("framework", "libraries")
     measured = {name: sum(rank.terms.get(name, 0) for rank in ranks) for name in ranks[0].terms}
     # Pages of files are the same in all of them.
@@ -433,7 +439,7 @@ def _settled(plan: Plan, ranks: Sequence[Measured], below: list[LowerTier]) -> t
     own = {name: size for name, size in measured.items() if name not in left_out}
     given_back = sum(rank.given_back_bytes for rank in ranks)
     own["activations"] += _not_spare(plan, own, sum(rank.nameless_bytes for rank in ranks))
-    settled = settle_pool(plan, memory().available_bytes - given_back, own)
+    settled = settle_pool(plan, available, own)
     report = MemoryReport(
         total_bytes=plan.device.total_bytes,
         free_bytes=plan.device.free_bytes,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from holdfast.errors import EngineDiedError, NoResourcesError
+from holdfast.held_interrupts import interrupts_held
 from holdfast.socket_folder import SocketFolder
 
 _SHORTAGES = {
@@ -76,11 +77,12 @@ class EarlyProcess:
             self.address = f"ipc://{path}"
             # -u: its last words before a crash must reach the log. Its standard input stays open as long as we live.
             # On a terminal its lines go through us: whoever draws a prompt or a bar there knows where the cursor is.
-            self.process = subprocess.Popen(
-                [sys.executable, "-u", "-m", "holdfast.engine.process.entry", self.address],
-                stdin=subprocess.PIPE,
-                stderr=subprocess.PIPE if sys.stderr is not None and sys.stderr.isatty() else None,
-            )
+            with interrupts_held():
+                self.process = subprocess.Popen(
+                    [sys.executable, "-u", "-m", "holdfast.engine.process.entry", self.address],
+                    stdin=subprocess.PIPE,
+                    stderr=subprocess.PIPE if sys.stderr is not None and sys.stderr.isatty() else None,
+                )
         except OSError as error:
             if self._folder is not None:
                 self._folder.remove()

@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 
 from holdfast.config import EngineConfig
-from holdfast.config.offload import offload_request
+from holdfast.config.parts.offload import offload_request
 from holdfast.config.unsupported import UNPROVEN_RANKS
 from holdfast.errors import ConfigurationError
 from holdfast.footprint.gpu import LEAST_CAPABILITY

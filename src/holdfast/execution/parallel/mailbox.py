@@ -8,6 +8,8 @@ as soon as they are done with the step before. Of a pipeline several lie there, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy
 
 from holdfast.execution.parallel.segment import Segment, Watch
@@ -17,8 +19,11 @@ _MORE = 1 << 31
 
 
 class Sender:
-    def __init__(self, segment: Segment, watch: Watch) -> None:
+    """`readers`: the ranks that share this memory, but for the sender's own; None: all but the first."""
+
+    def __init__(self, segment: Segment, watch: Watch, readers: Sequence[int] | None = None) -> None:
         self._segment, self._watch, self._count = segment, watch, 0
+        self._read = segment.read[1:] if readers is None else [segment.read[rank] for rank in readers]
 
     @property
     def count(self) -> int:
@@ -42,7 +47,7 @@ class Sender:
     def _await_readers(self) -> None:
         """Until all have taken what lies where the next message goes."""
         taken = self._count + 1 - self._segment.layout.mails
-        for word in self._segment.read[1:]:
+        for word in self._read:
             word.wait(taken, self._watch)
 
 

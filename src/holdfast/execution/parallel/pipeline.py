@@ -4,17 +4,19 @@
     stage s+1   takes it, all of its ranks, when they come to that step
     last stage  shows what rank 0 samples from: logits, each rank its part of the vocabulary
 
+Between machines a socket takes the place of that memory, from each rank of a stage to the one at its place in the next.
 One step lies between two stages at a time: a stage that is faster waits, and nothing is lost by it, because the slower
 one has its next step at hand. Knows no layers and no plans.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from holdfast.execution.parallel.segment import Segment, Watch
+from holdfast.execution.parallel.sockets.stage_lines import LineIn, LineOut
 
 
 class PipelineStage:
@@ -30,6 +32,12 @@ class PipelineStage:
         self._before = first_of[self.index - 1]
         behind = self.index + 1
         self._behind = range(first_of[behind], first_of[behind + 1]) if behind < self.count else range(1)
+        self._lines_in: Mapping[int, LineIn] = {}
+        self._lines_out: Mapping[int, LineOut] = {}
+
+    def use_lines(self, incoming: Mapping[int, LineIn], outgoing: Mapping[int, LineOut]) -> None:
+        """In place of shared memory, with the ranks that they are by the numbers of: those of other machines."""
+        self._lines_in, self._lines_out = incoming, outgoing
 
     @property
     def is_first(self) -> bool:
@@ -57,26 +65,40 @@ class PipelineStage:
     def take(self, out: torch.Tensor) -> None:
         """`out` becomes the stream of the stage before. Contiguous."""
         self._watch(0.0)
-        self._segment.sent[self._before].wait(self._taken + 1, self._watch)
-        out.copy_(_as(self._segment.stream(self.index - 1), out))
+        line = self._lines_in.get(self._before + self.place)
+        if line is not None:
+            line.take(out)
+        else:
+            self._segment.sent[self._before].wait(self._taken + 1, self._watch)
+            out.copy_(_as(self._segment.stream(self.index - 1), out))
         self._note_taken()
 
     def hand_on(self, stream: torch.Tensor) -> None:
         """To the stage behind, once that one has taken the last. Contiguous."""
-        if self.place == 0:
+        if self._lines_out:
+            self._send(stream)
+        elif self.place == 0:
             self._put(self._segment.stream(self.index), stream)
 
     def show(self, part: torch.Tensor) -> None:
         """Of the last stage, to rank 0: its columns of some rows. Contiguous."""
-        self._put(self._segment.answer(self.place), part)
+        if self._lines_out:
+            self._send(part)
+        else:
+            self._put(self._segment.answer(self.place), part)
 
     def collect(self, out: torch.Tensor, widths: Sequence[int]) -> None:
         """Of rank 0: what the ranks of the last stage show, side by side; `widths` of their columns."""
         begin = 0
         for place, (rank, width) in enumerate(zip(self._last_ranks, widths, strict=True)):
-            self._segment.sent[rank].wait(self._taken + 1, self._watch)
-            part = out[:, begin : begin + width]
-            part.copy_(_as(self._segment.answer(place), part))
+            part, line = out[:, begin : begin + width], self._lines_in.get(rank)
+            if line is not None:
+                whole = part if part.is_contiguous() else torch.empty_like(part, memory_format=torch.contiguous_format)
+                line.take(whole)
+                part.copy_(whole)
+            else:
+                self._segment.sent[rank].wait(self._taken + 1, self._watch)
+                part.copy_(_as(self._segment.answer(place), part))
             begin += width
         self._note_taken()
 
@@ -84,6 +106,12 @@ class PipelineStage:
         for rank in self._behind:
             self._segment.taken[rank].wait(self._sent, self._watch)
         _as(area, numbers).copy_(numbers)
+        self._sent += 1
+        self._segment.sent[self.rank].post(self._sent)
+
+    def _send(self, numbers: torch.Tensor) -> None:
+        for line in self._lines_out.values():
+            line.put(numbers)
         self._sent += 1
         self._segment.sent[self.rank].post(self._sent)
 

@@ -17,8 +17,9 @@ from typing import Any, Protocol
 from holdfast.footprint.cpu import staging_stride
 from holdfast.records import BlockCopy
 
-BATCH = 16
-"""Pages that are read at once: those beside each other in one piece."""
+BATCH, BATCHES = 16, 4
+"""The most pages that are asked for at once, those beside each other in one piece; and how many such questions there
+are place for: while pages of one go on to the pool, the disk reads those of others."""
 LATE_S = 10.0
 """After which nobody waits for a page any more."""
 
@@ -68,6 +69,7 @@ class DiskReads:
         self.views = [whole[place * stride : place * stride + page_bytes] for place in range(places)]
         self._store, self._clock = store, clock
         self._free = list(range(places))
+        self._batch = max(1, min(BATCH, places // BATCHES))
         self._under_way: list[_Batch] = []
         self._over: queue.SimpleQueue[_Batch] = queue.SimpleQueue()
         self._refused: list[BlockCopy] = []
@@ -77,8 +79,8 @@ class DiskReads:
         return bool(self._under_way or self._refused)
 
     def begin(self, copies: Sequence[BlockCopy]) -> None:
-        for first in range(0, len(copies), BATCH):
-            part = list(copies[first : first + BATCH])
+        for first in range(0, len(copies), self._batch):
+            part = list(copies[first : first + self._batch])
             if len(self._free) < len(part):  # Others hang.
                 self._refused += part
                 continue

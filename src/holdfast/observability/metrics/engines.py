@@ -72,9 +72,11 @@ class _OneEngine:
             "gpu_prefix_cache_hit_rate", "Prefix cache hit rate: fraction of looked-up tokens found, 0 to 1.", rate
         )
         yield self._gauge("prefix_cache_hit_rate", "Prefix cache hit rate, under its common name.", rate)
-        # Of older boards. Pages are not swapped, and these say so.
-        yield self._gauge("num_requests_swapped", "Number of requests swapped to RAM: always 0.", 0)
-        yield self._gauge("cpu_cache_usage_perc", "Fraction of swap blocks in use: always 0.", 0)
+        # Of older boards. Who is swapped waits in line, and is counted there.
+        yield self._gauge("num_requests_swapped", "Number of requests swapped to RAM: always 0, they wait.", 0)
+        below = next((tier for tier in stats.kv_tiers if tier.tier == "ram" and tier.total_bytes), None)
+        in_ram = 0.0 if below is None else below.held_bytes / below.total_bytes
+        yield self._gauge("cpu_cache_usage_perc", "Fraction of RAM for KV blocks in use, 0 to 1.", in_ram)
         yield self._total(
             "num_preemptions", "Number of requests preempted for lack of KV blocks.", stats.preemptions_total
         )
@@ -82,9 +84,21 @@ class _OneEngine:
         yield self._total("prefix_cache_hits", "Prompt tokens found in the prefix cache.", hits)
         yield self._total("gpu_prefix_cache_queries", "Older name of prefix_cache_queries.", queries)
         yield self._total("gpu_prefix_cache_hits", "Older name of prefix_cache_hits.", hits)
+        yield self._total(
+            "kv_pool_resizes",
+            "How often the KV pool has become smaller or larger while serving.",
+            stats.pool_resizes_total,
+            prefix="holdfast",
+        )
+        yield self._total(
+            "kv_pool_resize_stall_seconds",
+            "Seconds that no step ran because the KV pool was resized.",
+            stats.stood_still_s_total,
+            prefix="holdfast",
+        )
         yield from kv_tier_metrics(stats, LABELS, [self._model_name, self._number])
         asleep = self._source.sleeping()
-        # Nothing is kept in RAM, at neither of vLLM's levels.
+        # Weights are kept in RAM at neither of vLLM's levels.
         states = {"awake": not asleep, "weights_offloaded": False, "discard_all": asleep}
         yield self._several(
             "engine_sleep_state", "Engine sleep state: awake, or what was released.", states, label="sleep_state"
@@ -111,8 +125,8 @@ class _OneEngine:
             family.add_metric([self._model_name, self._number, shown], value)
         return family
 
-    def _total(self, name: str, help_text: str, value: float) -> Metric:
-        family = CounterMetricFamily(f"vllm:{name}", help_text, labels=LABELS)
+    def _total(self, name: str, help_text: str, value: float, *, prefix: str = "vllm") -> Metric:
+        family = CounterMetricFamily(f"{prefix}:{name}", help_text, labels=LABELS)
         family.add_metric([self._model_name, self._number], value)
         return family
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from holdfast.config.offload import MOST_LAYERS
+from holdfast.config.parts.offload import MOST_LAYERS
 from holdfast.errors import ConfigurationError
 from holdfast.planner.advice.offload import Tiers
 from holdfast.planner.advice.search import first_that_fits

@@ -60,6 +60,7 @@ def parallel(fit: Plan) -> dict[str, object]:
         "tensor_parallel_size": fit.tensor_parallel,
         "pipeline_parallel_size": fit.pipeline_parallel,
         "data_parallel_size": fit.question.settings.data_parallel,
+        "nnodes": fit.question.settings.nodes,
     }
     return {name: size for name, size in ranks.items() if size > 1}
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from holdfast.config.engine import CPU_STEP_TOKENS, GPU_STEP_TOKENS, REFUSED, EngineConfig
-from holdfast.config.offload import MOST_LAYERS
+from holdfast.config.parts.offload import MOST_LAYERS
 from holdfast.config.setting import Origin, build
 from holdfast.config.unsupported import check_gpu_ranks
 from holdfast.engine_profiles.profile import profile, spelled_release

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from holdfast.config.engine import GPU_SEQUENCES
-from holdfast.config.offload import OffloadRequest, check_all_stay
+from holdfast.config.parts.offload import OffloadRequest, check_all_stay
 from holdfast.errors import ConfigurationError
 from holdfast.footprint import lora
 from holdfast.footprint.cpu import FRONT_BYTES

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 
-from holdfast.config.offload import OffloadRequest
+from holdfast.config.parts.offload import OffloadRequest
 from holdfast.errors import ConfigurationError
 from holdfast.models import ModelSpec, TensorSpec
 

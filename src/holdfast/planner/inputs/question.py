@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from holdfast.checkpoints import StoredTensor
 from holdfast.config.engine import DEFAULT_UTILIZATION, EngineConfig
-from holdfast.config.offload import NO_REQUEST, OffloadRequest, offload_request
+from holdfast.config.parts.offload import NO_REQUEST, OffloadRequest, offload_request
 from holdfast.footprint.cpu import FRONT_BYTES
 from holdfast.hardware import Processor
 from holdfast.hardware.gpus import Gpu
@@ -178,6 +178,8 @@ class Settings:
     """Processes that compute the model together on this CPU, each with its share of every layer."""
     stages: int = 1
     """Of a pipeline on this CPU, each of so many ranks, with some of the layers."""
+    nodes: int = 1
+    """Machines that those ranks are on, as many on each."""
     structured_output: bool = True
     kv_store_size: int = 0
     """Of a store of KV pages on disk; 0: there is none."""

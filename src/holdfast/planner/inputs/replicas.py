@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from holdfast.config.nodes import WRONG_NODES
 from holdfast.config.plan import PlanConfig
 from holdfast.errors import ConfigurationError
 from holdfast.observability.decisions import Decision
@@ -60,6 +61,34 @@ def _share_of_cpu(machine: Machine, replicas: int) -> tuple[Machine, tuple[Decis
     reason = f"each with a part of memory and {counted(cores, 'core')}; what follows is of one of them"
     said = Decision("data_parallel_size", counted(replicas, "replica"), reason, "set")
     return replace(machine, devices=devices, cores=cores), (said,)
+
+
+def all_machines(machine: Machine, config: PlanConfig) -> tuple[Machine, tuple[Decision, ...]]:
+    """The memory and cores of so many machines as the one that is described, for one model on CPUs."""
+    nodes, ranks = config.nnodes, ranks_of_a_replica(config)
+    if nodes == 1:
+        return machine, ()
+    if machine.kind != "cpu" or ranks % nodes:
+        several = machine.kind != "cpu"
+        raise ConfigurationError(
+            "of several machines those with CPUs are planned" if several else f"{ranks} ranks are not on {nodes} nodes",
+            code=WRONG_NODES,
+            needed="--device cpu" if several else "a number of ranks, -tp times -pp, that nnodes divides",
+            fix="GPUs of all machines with --gpu NAMExN" if several else f"-pp {nodes}",
+            field="nnodes",
+        )
+    devices = tuple(
+        replace(
+            device,
+            total_bytes=device.total_bytes * nodes,
+            free_bytes=device.free_bytes * nodes,
+            budget_bytes=None if device.budget_bytes is None else device.budget_bytes * nodes,
+        )
+        for device in machine.devices
+    )
+    reason = "each as large as this one; memory is that of all of them"
+    said = Decision("nnodes", counted(nodes, "node"), reason, "set")
+    return replace(machine, devices=devices, cores=machine.cores * nodes), (said,)
 
 
 def share_of_a_replica(traffic: Traffic | None, config: PlanConfig) -> Traffic | None:

@@ -15,7 +15,7 @@ from holdfast.checkpoints.sources import builtin
 from holdfast.checkpoints.sources.select_files import quantization_of
 from holdfast.checkpoints.validation.match import UNANNOUNCED
 from holdfast.checkpoints.validation.stored_dtypes import PACKED_ENDINGS, PLAIN_LAYOUTS
-from holdfast.config.quantization import MADE_WHILE_LOADING as MADE_BY_HOLDFAST
+from holdfast.config.parts.quantization import MADE_WHILE_LOADING as MADE_BY_HOLDFAST
 from holdfast.models import QuantSpec, catalogue
 from holdfast.planner.inputs.question import PlannedModel
 from holdfast.planner.models.gguf_mixes import MADE_BY_PATTERN, NEEDS_IMPORTANCES

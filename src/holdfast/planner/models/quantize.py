@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from holdfast.checkpoints import ENGINE_LAYOUTS, LAYOUTS, StoredTensor
-from holdfast.config.quantization import KERNEL_NAMES, MADE_WHILE_LOADING
+from holdfast.config.parts.quantization import KERNEL_NAMES, MADE_WHILE_LOADING
 from holdfast.errors import CheckpointError, ConfigurationError
 from holdfast.footprint.identity_key import Same
 from holdfast.footprint.layouts import is_quantized

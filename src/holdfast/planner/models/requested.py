@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from holdfast.config.quantization import KERNEL_NAMES, MADE_WHILE_LOADING, STORED_AS
+from holdfast.config.parts.quantization import KERNEL_NAMES, MADE_WHILE_LOADING, STORED_AS
 from holdfast.errors import ConfigurationError
 from holdfast.models import QuantSpec
 from holdfast.observability.decisions import Decision

@@ -22,6 +22,7 @@ def rank_rows(found: Plan) -> list[dict[str, Any]]:
         rows.append(
             {
                 "rank": rank,
+                "node": rank * found.question.settings.nodes // own.rank_count,
                 "stage": 0 if stage is None else stage.index,
                 "first_layer": 0 if stage is None else stage.first,
                 "layers": len(layers),
@@ -41,10 +42,17 @@ def rank_lines(found: Plan) -> Iterator[str]:
     if rows:
         experts = f"  {'experts':>7}" if dealt_out else ""
         heads = f"  {'heads':>5}  {'KV heads':>8}"
-        yield f"  {'rank':>4}  {'stage':>5}  {'layers':>9}{heads}{experts}  {'weights':>10}  {'KV':>10}"
+        node = _of_node("node", found)
+        yield f"{node}  {'rank':>4}  {'stage':>5}  {'layers':>9}{heads}{experts}  {'weights':>10}  {'KV':>10}"
     for row in rows:
         layers = f"{row['first_layer']} to {row['first_layer'] + row['layers'] - 1}"
         sizes = "".join(f"  {format_bytes(row[name]):>10}" for name in ("weights_bytes", "kv_pool_bytes"))
         experts = f"  {row['experts']:>7}" if dealt_out else ""
         heads = f"  {row['heads']:>5}  {row['kv_heads']:>8}"
-        yield f"  {row['rank']:>4}  {row['stage']:>5}  {layers:>9}{heads}{experts}{sizes}"
+        node = _of_node(row["node"], found)
+        yield f"{node}  {row['rank']:>4}  {row['stage']:>5}  {layers:>9}{heads}{experts}{sizes}"
+
+
+def _of_node(cell: object, found: Plan) -> str:
+    """A column where there are several."""
+    return f"  {cell!s:>4}" if found.question.settings.nodes > 1 else ""

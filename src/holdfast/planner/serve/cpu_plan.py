@@ -22,8 +22,9 @@ from holdfast.planner.fit.search import fit
 from holdfast.planner.inputs.question import Device, Machine, PlannedModel, Question, settings_of
 from holdfast.planner.models.requested import requested
 from holdfast.planner.serve import refusals
-from holdfast.planner.serve.engines import one_share, ram_share
 from holdfast.planner.serve.ranks import expert_parallel_said, refuse_with_ranks
+from holdfast.planner.serve.shares.engines import one_share, ram_share
+from holdfast.planner.serve.shares.nodes import all_nodes
 from holdfast.planner.serve.streamed import with_streamed_layers
 from holdfast.planner.sizing.default_limits import beside_decision, check_step
 from holdfast.units import format_bytes
@@ -50,14 +51,14 @@ def make_cpu_plan(
     def attempt(tried: EngineConfig) -> Plan:
         check_step(tried.max_num_seqs, tried.max_num_batched_tokens)
         wanted = requested(tried.asked_quantization, spec.quantization, gguf=gguf, name=name)
-        own = one_share(machine, tried.data_parallel_size)
+        own = all_nodes(one_share(machine, tried.data_parallel_size), tried.nnodes)
         device = Device(
             index=0,
             name="cpu",
             kind="cpu",
-            total_bytes=machine.total_bytes,
+            total_bytes=own.total_bytes,
             free_bytes=own.available_bytes,
-            budget_bytes=ram_share(tried),
+            budget_bytes=None if tried.ram is None else (ram_share(tried) or 0) * tried.nnodes,
             measured=True,
             limited_by=own.limited_by,
         )
@@ -66,7 +67,7 @@ def make_cpu_plan(
             machine=Machine(
                 devices=(device,),
                 cpu_features=processor.features,
-                cores=tried.threads or processor.cores,
+                cores=(tried.threads or processor.cores) * tried.nnodes,
                 compiled_kernels=compiled_kernels,
             ),
             settings=settings_of(
@@ -78,6 +79,7 @@ def make_cpu_plan(
                 lora_copies=tried.lora_copies,
                 ranks=tried.tensor_parallel_size,
                 stages=tried.pipeline_parallel_size,
+                nodes=tried.nnodes,
                 expert_parallel=tried.enable_expert_parallel,
                 expert_placement=tried.expert_placement_strategy,
                 structured_output=not tried.skip_tokenizer_init,
@@ -127,10 +129,11 @@ def without_tensors(found: Plan) -> Plan:
 def _budget(config: EngineConfig, machine: Memory) -> Decision:
     free, engines = f"{format_bytes(machine.available_bytes)} free ({machine.limited_by})", config.data_parallel_size
     each = f", divided by {engines} engines" if engines > 1 else ""
+    each += f", on each of {config.nnodes} nodes as large as this one" if config.nnodes > 1 else ""
     if config.ram is None:
-        budget = int(machine.available_bytes * config.gpu_memory_utilization) // engines
+        budget = int(machine.available_bytes * config.gpu_memory_utilization) // engines * config.nnodes
         reason = f"{config.gpu_memory_utilization:g} of {free}{each}"
         return Decision("budget", format_bytes(budget), reason, "measured")
     if config.ram > machine.available_bytes:
         raise refusals.budget_is_not_there(config.ram, machine)
-    return Decision("budget", format_bytes(config.ram // engines), f"set with ram{each}; {free}", "set")
+    return Decision("budget", format_bytes(config.ram // engines * config.nnodes), f"set with ram{each}; {free}", "set")

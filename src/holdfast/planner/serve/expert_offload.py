@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from holdfast.config.offload import OffloadRequest
+from holdfast.config.parts.offload import OffloadRequest
 from holdfast.observability.decisions import Decision
 from holdfast.planner.advice.expert_offload import experts_price, other_ways
 from holdfast.planner.advice.throughput import shown_rate, throughput

@@ -33,11 +33,11 @@ from holdfast.planner.inputs.question import CPU_USEFUL_TOKENS, Machine, Planned
 from holdfast.planner.models.requested import requested
 from holdfast.planner.serve import refusals
 from holdfast.planner.serve.cpu_plan import planned_model, without_tensors
-from holdfast.planner.serve.engines import ram_share
 from holdfast.planner.serve.gpu_ranks import gpus_of_ranks, rank_decision, tightest
 from holdfast.planner.serve.offload import alternative, host_share, with_offload
 from holdfast.planner.serve.ranks import expert_parallel_said, refuse_with_ranks
 from holdfast.planner.serve.settle import longest_context
+from holdfast.planner.serve.shares.engines import ram_share
 from holdfast.planner.sizing.default_limits import check_step
 from holdfast.planner.sizing.dtype import check_type, is_fp8
 from holdfast.planner.sizing.engine_weights import EngineWeights, engine_weights

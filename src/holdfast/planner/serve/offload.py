@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from holdfast.config import EngineConfig
-from holdfast.config.offload import OffloadRequest
-from holdfast.config.quantization import MADE_WHILE_LOADING
+from holdfast.config.parts.offload import OffloadRequest
+from holdfast.config.parts.quantization import MADE_WHILE_LOADING
 from holdfast.footprint import lora
 from holdfast.hardware import Memory, Processor
 from holdfast.observability.decisions import Decision

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 
 from holdfast.checkpoints import Packing, StoredTensor, packing_of
 from holdfast.config import EngineConfig
-from holdfast.config.offload import offload_request
-from holdfast.config.quantization import MADE_WHILE_LOADING
+from holdfast.config.parts.offload import offload_request
+from holdfast.config.parts.quantization import MADE_WHILE_LOADING
 from holdfast.config.unsupported import NOT_WITH_RANKS
 from holdfast.errors import ConfigurationError
 from holdfast.models import ModelSpec, TensorSpec
@@ -74,6 +74,9 @@ _Reason = tuple[str, str, str]
 
 
 def _of_settings(config: EngineConfig) -> Iterator[_Reason]:
+    if config.enable_lora and config.nnodes > 1:
+        reason = "LoRA adapters are known by the files of one machine, which ranks of other nodes have not got"
+        yield "enable_lora", reason, "leave --enable-lora out, or have all ranks on one machine (no --nnodes)"
     if config.kv_store is not None:
         yield "kv_store", "a store of KV pages is not shared by ranks yet", f"leave --kv-store out, or {ONE_RANK}"
     if config.nvme_path is not None:

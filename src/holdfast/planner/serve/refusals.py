@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any, Literal
 
 from holdfast.config import EngineConfig
-from holdfast.config.quantization import MADE_WHILE_LOADING
+from holdfast.config.parts.quantization import MADE_WHILE_LOADING
 from holdfast.errors import DoesNotFitError, HoldfastError
 from holdfast.footprint.cpu import BOOK_BYTES
 from holdfast.hardware import Memory

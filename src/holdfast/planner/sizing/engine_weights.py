@@ -16,7 +16,7 @@ from pathlib import Path
 from holdfast.checkpoints import LAYOUTS, StoredTensor, packing_of, stored_parts
 from holdfast.checkpoints.files import PackedMatrix
 from holdfast.checkpoints.validation.stored_dtypes import PLAIN_LAYOUTS
-from holdfast.config.quantization import MADE_WHILE_LOADING
+from holdfast.config.parts.quantization import MADE_WHILE_LOADING
 from holdfast.errors import CheckpointError
 from holdfast.footprint import cpu, expert_places
 from holdfast.footprint.identity_key import Same

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from holdfast.errors import EngineError, RequestError
+from holdfast.held_interrupts import interrupts_held
 from holdfast.records.structured import Vocabulary
 from holdfast.socket_folder import SocketFolder
 from holdfast.text.structured import wire
@@ -138,7 +139,8 @@ class GrammarService:
             assert self._listener is not None
             descriptor = self._listener.fileno()
             command = [sys.executable, "-m", "holdfast.text.structured.service", str(descriptor)]
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[descriptor])
+            with interrupts_held():
+                self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[descriptor])
             assert self._process.stdin is not None
             self._process.stdin.write(self._packed)
             self._process.stdin.flush()

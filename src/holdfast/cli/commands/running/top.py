@@ -134,12 +134,16 @@ class WatchedServer:
     def look(self) -> ServerLook:
         import httpx
 
+        from holdfast.cli.chat_backends import certificate_problem
+
         url, base = self._address.url, self._address.base
         since = 0 if self._last is None else self._last.history.newest
         try:
             answer = self._client.get(f"{base}/ui/state", params={"since": since})
         except httpx.HTTPError as error:
-            return ServerLook(url, "unreachable", str(error) or type(error).__name__)
+            told = certificate_problem(base, error)
+            why = f"{told.message}; {told.fix}" if told else str(error) or type(error).__name__
+            return ServerLook(url, "unreachable", why)
         if answer.status_code in NEEDS_A_KEY:
             return ServerLook(url, "locked", f"it needs a key: set {KEY_VARIABLE}")
         if answer.status_code != OK:

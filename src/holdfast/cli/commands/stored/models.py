@@ -193,7 +193,7 @@ def _check_snapshot(snapshot: Path, name: str) -> tuple[State, tuple[BuiltinChec
 
 def _document(listed: list[Listed]) -> dict[str, object]:
     from holdfast.checkpoints import DEFAULT_MODEL, ENGINE_LAYOUTS
-    from holdfast.config.quantization import READ_FORMATS
+    from holdfast.config.parts.quantization import READ_FORMATS
     from holdfast.models import known_architectures, runnable_architectures, runnable_gguf_architectures
 
     return {
@@ -212,7 +212,7 @@ def _table(listed: list[Listed]) -> list[str]:
     from rich.table import Table
 
     from holdfast.checkpoints import ENGINE_LAYOUTS
-    from holdfast.config.quantization import READ_FORMATS
+    from holdfast.config.parts.quantization import READ_FORMATS
     from holdfast.models import known_architectures, runnable_architectures, runnable_gguf_architectures
     from holdfast.units import format_bytes
 

@@ -8,7 +8,7 @@ from holdfast.engine.ranks.following import Follower
 from holdfast.engine.ranks.gpu.rank import START_LIMIT_S, OpenedGpu, load_gpu_rank, profile_gpu_rank
 from holdfast.engine.startup.build import find_model
 from holdfast.errors import EngineDiedError
-from holdfast.execution.parallel.gloo import open_store
+from holdfast.execution.parallel.sockets.gloo import open_store
 from holdfast.records import StepPlan
 
 

@@ -17,12 +17,12 @@ from holdfast.execution.device import DTYPES, KV_DTYPES
 from holdfast.execution.gpu.cuda.module import DriverError
 from holdfast.execution.gpu.memory.accounting import GpuHeld, GpuMemory, held_before, open_device
 from holdfast.execution.gpu.runner import GpuRunner
-from holdfast.execution.parallel.gloo import Store
 from holdfast.execution.parallel.gpu.exchange import ExchangeCollectives
 from holdfast.execution.parallel.gpu.nccl import NcclCollectives, nccl_available
 from holdfast.execution.parallel.gpu.peer_memory import PeerMemory
 from holdfast.execution.parallel.gpu.share import GpuRankShare
 from holdfast.execution.parallel.gpu.together import GpuCollectives, SmallAndLarge, against_exchange
+from holdfast.execution.parallel.sockets.gloo import Store
 from holdfast.execution.weights.load import load_weights
 from holdfast.footprint.gpu import exchange_memory_bytes
 from holdfast.hardware.nvidia import probe

@@ -39,12 +39,19 @@ class RanksVram:
     def own_bytes(self) -> int:
         return self._memory.own_bytes()
 
+    def blocks_with(self, asked: VramBudget, least_blocks: int) -> int:
+        raise _fixed()
+
     def change(self, asked: VramBudget, least_blocks: int, resize_kv: Callable[[int], None]) -> VramGrant:
-        raise UnsupportedOptionError(
-            "the memory budget of several ranks cannot be changed while they serve",
-            fix="restart with another --vram or --gpu-memory-utilization",
-            field="vram",
-        )
+        raise _fixed()
+
+
+def _fixed() -> UnsupportedOptionError:
+    return UnsupportedOptionError(
+        "the memory budget of several ranks cannot be changed while they serve",
+        fix="restart with another --vram or --gpu-memory-utilization",
+        field="vram",
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from holdfast.errors import DoesNotFitError, EngineError
 from holdfast.execution.gpu.memory.accounting import GpuMemory
@@ -92,6 +92,21 @@ class MovableExperts(Movable, Protocol):
         """Whether RAM would hold the others."""
 
 
+class _Target(NamedTuple):
+    """What another budget comes to."""
+
+    budget: int
+    own: int
+    """Held by this process now."""
+    unaccounted: int
+    """Of that, what no share and no pool has."""
+    streamed: tuple[int, ...]
+    staying: int
+    """Experts."""
+    movable_bytes: int
+    """Of layers, or experts, then."""
+
+
 class VramArbiter:
     """`shares`: what each but the KV pool holds or may still take. `planned_bytes`: of all of them as a start would
     plan them; no budget is granted that the next start would refuse. `layers`: which may come and go, and are in
@@ -158,6 +173,35 @@ class VramArbiter:
         Of one that is too small everything is given back that can be: the pool keeps `least_blocks` pages. Raises
         DoesNotFitError, and changes nothing, where more was asked for than is there. `resize_kv`: moves what must be
         kept, then resizes the pool."""
+        target = self._target(asked, least_blocks)
+        unaccounted = target.unaccounted
+
+        def blocks_beside(layers_bytes: int) -> int:
+            return self._blocks_beside(asked, target.budget, unaccounted, least_blocks, layers_bytes)
+
+        try:
+            if self._layers is not None:
+                self._move_layers(self._layers, target.streamed, blocks_beside, resize_kv)
+            if self._experts is not None:
+                self._move_experts(self._experts, target.staying, blocks_beside, resize_kv)
+                # Memory of tensors comes and goes in pieces that torch divides.
+                unaccounted = max(unaccounted, (self.memory.told_bytes() or 0) - self._reserved())
+            resize_kv(blocks_beside(self._layers_bytes()))
+        except RangeError as error:
+            if not error.out_of_memory:
+                raise
+            raise _not_there(target.budget, target.own, self.memory.held().free_bytes) from error
+        self.budget_bytes = target.budget
+        self.memory.look_again()
+        return self.granted()
+
+    def blocks_with(self, asked: VramBudget, least_blocks: int) -> int:
+        """Pages that the pool would have after `change`, as far as is known before: memory of tensors comes and goes in
+        pieces. Raises DoesNotFitError as it does, and changes nothing."""
+        target = self._target(asked, least_blocks)
+        return self._blocks_beside(asked, target.budget, target.unaccounted, least_blocks, target.movable_bytes)
+
+    def _target(self, asked: VramBudget, least_blocks: int) -> _Target:
         reserved = self._reserved()
         # A driver that does not tell processes apart leaves our own count.
         own, free = self.memory.told_bytes() or reserved, self.memory.held().free_bytes
@@ -173,28 +217,13 @@ class VramArbiter:
         budget = max(wanted, least + movable_bytes)
         if budget > max(own + free, self.budget_bytes):
             raise _not_there(budget, own, free)
+        return _Target(budget, own, unaccounted, streamed, staying, movable_bytes)
 
-        def blocks_beside(layers_bytes: int) -> int:
-            room = budget - self._others() - unaccounted - layers_bytes
-            return max(
-                least_blocks, self._kv.blocks_within(room if asked.kv_bytes is None else min(room, asked.kv_bytes))
-            )
-
-        try:
-            if self._layers is not None:
-                self._move_layers(self._layers, streamed, blocks_beside, resize_kv)
-            if self._experts is not None:
-                self._move_experts(self._experts, staying, blocks_beside, resize_kv)
-                # Memory of tensors comes and goes in pieces that torch divides.
-                unaccounted = max(unaccounted, (self.memory.told_bytes() or 0) - self._reserved())
-            resize_kv(blocks_beside(self._layers_bytes()))
-        except RangeError as error:
-            if not error.out_of_memory:
-                raise
-            raise _not_there(budget, own, self.memory.held().free_bytes) from error
-        self.budget_bytes = budget
-        self.memory.look_again()
-        return self.granted()
+    def _blocks_beside(
+        self, asked: VramBudget, budget: int, unaccounted: int, least_blocks: int, layers_bytes: int
+    ) -> int:
+        room = budget - self._others() - unaccounted - layers_bytes
+        return max(least_blocks, self._kv.blocks_within(room if asked.kv_bytes is None else min(room, asked.kv_bytes)))
 
     def _streamed_within(self, room: int, kv_bytes: int) -> tuple[int, ...]:
         """As few layers as leave so much to KV of what there is; where RAM does not take enough of them, as many as

@@ -13,7 +13,7 @@ import torch
 import torch.distributed
 
 from holdfast.errors import EngineError
-from holdfast.execution.parallel.gloo import LONGEST_S
+from holdfast.execution.parallel.sockets.gloo import LONGEST_S
 
 
 def nccl_available() -> bool:

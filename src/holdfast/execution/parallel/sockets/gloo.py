@@ -5,29 +5,33 @@ The process group is this object's own: the program that the engine runs in may 
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed
 
-from holdfast.errors import EngineError
+from holdfast.errors import EngineDiedError, EngineError
 
 TIMEOUT_S = 60.0
 """To find one another."""
 LONGEST_S = 86_400.0
+LOOPBACK = "127.0.0.1"
 Store = torch.distributed.Store
 
 
-def open_store(port: int | None, size: int) -> torch.distributed.TCPStore:
-    """Where ranks of this machine find one another: the first one's (None), or that one's by its port."""
+def open_store(port: int | None, size: int, host: str = LOOPBACK) -> torch.distributed.TCPStore:
+    """Where ranks find one another: the first one's (None), or that one's by its port. It listens at `host` alone."""
+    own = socket.create_server((host, 0)) if port is None else None
     return torch.distributed.TCPStore(
-        "127.0.0.1",
-        port or 0,
+        host,
+        port or (0 if own is None else own.getsockname()[1]),
         size,
-        is_master=port is None,
+        is_master=own is not None,
         wait_for_workers=False,
         timeout=timedelta(seconds=TIMEOUT_S),
+        master_listen_fd=None if own is None else own.detach(),
     )
 
 
@@ -37,12 +41,16 @@ class GlooCollectives:
 
     name = "gloo"
 
-    def __init__(self, store: torch.distributed.Store, rank: int, size: int, timeout_s: float = 0.0) -> None:
-        """`timeout_s`: for the others; 0: as long as gloo allows."""
+    def __init__(
+        self, store: torch.distributed.Store, rank: int, size: int, timeout_s: float = 0.0, host: str = LOOPBACK
+    ) -> None:
+        """`timeout_s`: for the others; 0: as long as gloo allows. `host`: where they reach this rank."""
         self.rank, self.size, self._timeout_s = rank, size, timeout_s or LONGEST_S
-        limit = timedelta(seconds=self._timeout_s)
         try:
-            self._group = torch.distributed.ProcessGroupGloo(store, rank, size, limit)
+            options = torch.distributed.ProcessGroupGloo._Options()
+            options._devices = [torch.distributed.ProcessGroupGloo.create_device(hostname=host)]
+            options._timeout = timedelta(seconds=self._timeout_s)
+            self._group = torch.distributed.ProcessGroupGloo(store, rank, size, options)
         except RuntimeError as error:
             raise EngineError(f"rank {rank} has not found all {size} ranks: {error}") from error
 
@@ -77,7 +85,7 @@ class GlooCollectives:
         try:
             work.wait()
         except RuntimeError as error:
-            raise EngineError(
+            raise EngineDiedError(
                 f"rank {self.rank}: another rank has ended or does not answer: {error}",
                 needed=f"an answer within {self._timeout_s:g} s",
             ) from error

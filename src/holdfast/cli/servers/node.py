@@ -1,0 +1,78 @@
+"""A node of several that is not the head, as `holdfast serve --node-rank 1` runs it: no API, ranks for the head."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from holdfast.config import EngineConfig, ServerConfig
+from holdfast.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from holdfast.engine.ranks.nodes.agent import NodeAgent
+
+log = logging.getLogger("holdfast")
+
+
+class _Ended(BaseException):
+    """By a signal."""
+
+
+def check_headless(engine_config: EngineConfig, server_config: ServerConfig) -> None:
+    if server_config.headless and engine_config.node_rank == 0:
+        raise ConfigurationError(
+            "headless is for nodes that are not the head, and this is node 0, which serves the API",
+            needed="--node-rank 1 or more",
+            fix="leave --headless out",
+            field="headless",
+        )
+
+
+def run_node(engine_config: EngineConfig, server_config: ServerConfig) -> int:
+    """Until the head says that it is over."""
+    from holdfast.engine.ranks.nodes.agent import NodeAgent
+    from holdfast.engine.ranks.nodes.secret import with_secret
+    from holdfast.engine.startup.build import find_model
+    from holdfast.engine.startup.select_device import settle_device
+
+    config, _ = with_secret(settle_device(engine_config))
+    model = find_model(config, text=False)
+    log.info("node %d of %d: model %s", config.node_rank, config.nnodes, model.files.name)
+    agent = NodeAgent(config, model.files)
+    with _ended_by_signal(agent, server_config.drain_timeout):
+        try:
+            agent.run()
+        except _Ended:
+            log.warning("ended by a signal before the head was")
+            return 128 + signal.SIGTERM
+    log.info("the head has ended")
+    return 0
+
+
+@contextmanager
+def _ended_by_signal(agent: NodeAgent, drain_s: float) -> Iterator[None]:
+    """The first asks to end: the head, which may have got the same, has its time to finish what it streams, and tells
+    this node when it is over. The second, or that time, ends it; the first does where there is no head yet."""
+    asked = threading.Event()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if asked.is_set() or not agent.joined:
+            raise _Ended
+        asked.set()
+        log.info("waiting up to %g s for the head to finish; a second signal ends this node at once", drain_s)
+        timer = threading.Timer(drain_s, os.kill, (os.getpid(), signal.SIGTERM))
+        timer.daemon = True
+        timer.start()
+
+    before = {one: signal.signal(one, end) for one in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)

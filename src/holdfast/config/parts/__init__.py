@@ -1,0 +1,1 @@
+"""Settings of the engine that belong together, declared and checked by themselves."""

@@ -1,0 +1,83 @@
+"""How an agent finds the head and joins it: connect, prove the secret, say what the node has. Knows no ranks."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from holdfast.config import EngineConfig
+from holdfast.engine.ranks.nodes import messages, secret
+from holdfast.engine.ranks.nodes.hub import HANDSHAKE_S, NODES_MISSING, SAID_EVERY_S, other_secret
+from holdfast.engine.ranks.nodes.wire import MOST_BEFORE_PROOF, Wire
+from holdfast.errors import EngineError
+from holdfast.units import format_duration
+
+log = logging.getLogger("holdfast")
+
+TRY_EVERY_S = 0.5
+CONNECT_S = 5.0
+JOINED_S = 60.0
+"""For the head's answer: it compares what it was told, and may have much to do."""
+
+
+def join_head(config: EngineConfig, report: Callable[[str], messages.NodeReport]) -> Wire:
+    """A connection to a head that has let this node in. `report`: of this node, for its address. Tries again while
+    there is no head; raises what the head says when it refuses."""
+    began_s = said_s = time.monotonic()
+    place = f"{config.master_addr} port {config.master_port}"
+    while True:
+        try:
+            return _join(config, report)
+        except (OSError, EOFError, msgspec.DecodeError) as error:
+            now_s = time.monotonic()
+            if now_s - began_s >= config.node_timeout:
+                raise EngineError(
+                    f"node {config.node_rank} has not reached the head at {place}: {error or 'it has hung up'}",
+                    code=NODES_MISSING,
+                    needed=f"the head within {format_duration(config.node_timeout)}",
+                    fix="start the head (--node-rank 0) with the same --master-addr and --master-port, and let this"
+                    " machine through to that port",
+                ) from error
+            if now_s - said_s >= SAID_EVERY_S:
+                said_s = now_s
+                log.info("looking for the head at %s: %s", place, error or "it has hung up")
+        time.sleep(TRY_EVERY_S)
+
+
+def _join(config: EngineConfig, report: Callable[[str], messages.NodeReport]) -> Wire:
+    source = None if config.node_addr is None else (config.node_addr, 0)
+    wire = Wire(socket.create_connection((config.master_addr, config.master_port), CONNECT_S, source))
+    try:
+        _introduce(config, wire, report)
+    except BaseException:
+        wire.close()
+        raise
+    return wire
+
+
+def _introduce(config: EngineConfig, wire: Wire, report: Callable[[str], messages.NodeReport]) -> None:
+    assert config.node_secret is not None
+    wire.wait_at_most(HANDSHAKE_S)
+    nonce = os.urandom(messages.NONCE_BYTES)
+    wire.send(messages.encode(messages.NodeHello(nonce)))
+    challenge = messages.decode_from_head(wire.receive(MOST_BEFORE_PROOF))
+    if not isinstance(challenge, messages.Challenge):
+        raise OSError("what answers there is no head")
+    expected = secret.proof(config.node_secret, secret.HEAD, nonce, challenge.nonce)
+    if not hmac.compare_digest(challenge.proof, expected):
+        wire.send(messages.encode(messages.OtherSecret()))
+        raise other_secret()
+    proof = secret.proof(config.node_secret, secret.AGENT, nonce, challenge.nonce)
+    wire.wait_at_most(JOINED_S)
+    wire.send(messages.encode(messages.Join(proof, report(config.node_addr or wire.own_host))))
+    answer = messages.decode_from_head(wire.receive(MOST_BEFORE_PROOF))
+    if isinstance(answer, messages.Refused):
+        raise answer.failure.error()
+    if not isinstance(answer, messages.Welcome):
+        raise OSError("the head says something else than expected")

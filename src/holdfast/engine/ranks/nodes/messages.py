@@ -1,0 +1,121 @@
+"""What the head and the agents of other nodes say to each other, and how it is packed (msgspec's MessagePack).
+
+agent   NodeHello            ──►            head
+        ◄──  Challenge, with the proof that it has the secret
+        Join, with the agent's proof and what its node has
+        ◄──  Welcome, or Refused
+        ◄──  StartNode, then mail for the ranks of the node (the first byte is MAIL); at last EndNode
+        NodeStarted, then what ranks say, how they end, and signs of life with their counts
+
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from holdfast.engine.ranks.messages import StartRank
+from holdfast.records import Failure
+
+PROTOCOL = 1
+MAIL, MESSAGE = b"\x00", b"\x01"
+NONCE_BYTES = 32
+
+
+class NodeHello(msgspec.Struct, frozen=True, tag=True):
+    nonce: bytes
+    protocol: int = PROTOCOL
+
+
+class Challenge(msgspec.Struct, frozen=True, tag=True):
+    nonce: bytes
+    proof: bytes
+
+
+class OtherSecret(msgspec.Struct, frozen=True, tag=True):
+    """Of an agent: the head has another secret."""
+
+
+class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a node has, and what must be the same on all."""
+
+    node: int
+    nodes: int
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    version: str
+    checkpoint: dict[str, str]
+    """By file: its size and a digest of its header; of a config a digest of it."""
+    host: str
+    """Where other nodes reach its ranks."""
+    name: str
+    """Of the machine, for people."""
+    pid: int
+    cores: int
+    total_bytes: int
+    free_bytes: int
+    """Of RAM."""
+    kernels: bool
+    """It has compiled ones."""
+
+
+class Join(msgspec.Struct, frozen=True, tag=True):
+    proof: bytes
+    report: NodeReport
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    failure: Failure
+
+
+class StartNode(msgspec.Struct, frozen=True, tag=True):
+    ranks: list[StartRank]
+
+
+class EndNode(msgspec.Struct, frozen=True, tag=True):
+    """Its ranks are ended."""
+
+    again: bool
+    """And others are started soon: the node joins anew."""
+    failure: Failure | None = None
+    """Why not."""
+
+
+class NodeStarted(msgspec.Struct, frozen=True, tag=True):
+    pids: dict[int, int]
+    """By rank."""
+
+
+class RankSaid(msgspec.Struct, frozen=True, tag=True):
+    rank: int
+    message: bytes
+
+
+class RankEnded(msgspec.Struct, frozen=True, tag=True):
+    rank: int
+    ending: str
+
+
+class Sign(msgspec.Struct, frozen=True, tag=True):
+    """Of life; with the counts of the node's ranks."""
+
+    counts: list[int]
+    sent: list[int]
+    alive: list[int]
+    stopped: list[int] = []
+    """Ranks whose process is stopped."""
+
+
+BeforeProof = NodeHello | Challenge | OtherSecret
+FromAgent = OtherSecret | Join | NodeStarted | RankSaid | RankEnded | Sign
+FromHead = Challenge | Welcome | Refused | StartNode | EndNode
+
+encode = msgspec.msgpack.Encoder().encode
+decode_hello: Callable[[bytes], NodeHello] = msgspec.msgpack.Decoder(NodeHello).decode
+decode_from_agent: Callable[[bytes], FromAgent] = msgspec.msgpack.Decoder(FromAgent).decode
+decode_from_head: Callable[[bytes], FromHead] = msgspec.msgpack.Decoder(FromHead).decode

@@ -1,0 +1,66 @@
+"""The head of an engine on several machines while it starts: opened, all other nodes awaited, and what is free on them
+known."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from holdfast.checkpoints import ModelFiles
+from holdfast.config import EngineConfig
+from holdfast.config.nodes import WRONG_NODES
+from holdfast.engine.ranks.messages import Measured
+from holdfast.engine.ranks.nodes.hub import NodeHub
+from holdfast.engine.ranks.nodes.report import report_of
+from holdfast.engine.ranks.nodes.secret import with_secret
+from holdfast.errors import ConfigurationError, HoldfastError
+from holdfast.hardware import memory
+from holdfast.planner import Plan
+from holdfast.planner.serve.shares.nodes import NodeMemory, available_everywhere, fit_nodes
+from holdfast.records import Failure
+
+log = logging.getLogger("holdfast")
+
+
+def join_nodes(
+    config: EngineConfig, files: ModelFiles, plan: Plan, progress: Callable[[str, int, int], None]
+) -> tuple[NodeHub | None, Plan]:
+    """With the plan as all nodes can hold it. None: there is one node."""
+    if config.nnodes == 1:
+        return None, plan
+    if config.node_rank > 0:
+        raise ConfigurationError(
+            f"node_rank is {config.node_rank}, and an engine is started by the head alone, which is node 0",
+            code=WRONG_NODES,
+            needed="node_rank 0 here; other nodes are started with holdfast serve",
+            fix=f"holdfast serve MODEL --nnodes {config.nnodes} --node-rank {config.node_rank} --headless",
+            field="node_rank",
+        )
+    config, made = with_secret(config)
+    if made:
+        log.warning("start the other nodes with HOLDFAST_NODE_SECRET=%s", config.node_secret)
+    assert config.node_secret is not None
+    host = config.node_addr or config.master_addr
+    own, stages = report_of(config, files, host), max(1, len(plan.engine.stages))
+    hub = NodeHub(host, config.master_port, config.node_secret, own, stages, plan.engine.rank_count)
+    try:
+        hub.await_nodes(config.node_timeout, lambda done, total: progress("nodes", done, total))
+        plan = fit_nodes(plan, config, [NodeMemory(one.free_bytes, one.name) for one in hub.reports])
+    except HoldfastError as error:
+        hub.close(again=False, failure=Failure.of(error))
+        raise
+    except BaseException:
+        hub.close(again=True)
+        raise
+    return hub, plan
+
+
+def available_bytes(config: EngineConfig, plan: Plan, ranks: Sequence[Measured]) -> int:
+    """After loading, for the KV pool and for what stays free; of several nodes what they have together, as far as the
+    one with the least room lets them."""
+    each = len(ranks) // config.nnodes
+    nodes = [ranks[first : first + each] for first in range(0, len(ranks), each)]
+    given_back = [sum(rank.given_back_bytes for rank in node) for node in nodes]
+    if len(nodes) == 1:
+        return memory().available_bytes - given_back[0]
+    return available_everywhere(plan, config, [min(rank.free_bytes for rank in node) for node in nodes], given_back)

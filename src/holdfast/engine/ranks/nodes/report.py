@@ -1,0 +1,101 @@
+"""What a node says of itself when it joins, and what the head compares: version, sizes, the checkpoint's files."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import sys
+from pathlib import Path
+
+import msgspec
+
+from holdfast.checkpoints import ModelFiles
+from holdfast.config import EngineConfig
+from holdfast.config.nodes import WRONG_NODES
+from holdfast.engine.ranks.nodes.messages import NodeReport
+from holdfast.errors import ConfigurationError
+from holdfast.hardware import compiled_kernels, memory, processor
+
+HEADER_BYTES = 1 << 20
+"""Of a file of weights: names, shapes and places of its tensors are there, or the beginning of them."""
+MOST_NAMED = 3
+"""Files that a message names."""
+
+
+def report_of(config: EngineConfig, files: ModelFiles, host: str) -> NodeReport:
+    machine = memory()
+    return NodeReport(
+        node=config.node_rank,
+        nodes=config.nnodes,
+        tensor_parallel_size=config.tensor_parallel_size,
+        pipeline_parallel_size=config.pipeline_parallel_size,
+        version=sys.modules["holdfast"].__version__,  # Which imports all of this, and is imported by nobody below it.
+        checkpoint=checkpoint_digests(files, dummy=config.load_format == "dummy"),
+        host=host,
+        name=platform.node()[:255],
+        pid=os.getpid(),
+        cores=config.threads or processor().cores,
+        total_bytes=machine.total_bytes,
+        free_bytes=machine.available_bytes,
+        kernels=compiled_kernels(),
+    )
+
+
+def checkpoint_digests(files: ModelFiles, *, dummy: bool) -> dict[str, str]:
+    """Of what makes two checkpoints the same as far as sizes and headers tell. `dummy`: only of the config."""
+    settings = msgspec.json.encode(files.config, order="deterministic")
+    found = {"config": hashlib.blake2b(settings, digest_size=16).hexdigest()}
+    if not dummy:
+        for path in files.weights:
+            found[path.name] = _digest(path)
+    return found
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        header = file.read(HEADER_BYTES)
+    return f"{path.stat().st_size:,} bytes, {hashlib.blake2b(header, digest_size=16).hexdigest()}"
+
+
+def refuse_unequal(head: NodeReport, node: NodeReport, ranks: range) -> None:
+    """Raises ConfigurationError for what of a node is not as it is on the head."""
+    who = f"node {node.node} ({node.name}, {named_ranks(ranks)})"
+    for field, words in (
+        ("nodes", "nnodes"),
+        ("tensor_parallel_size", "tensor_parallel_size"),
+        ("pipeline_parallel_size", "pipeline_parallel_size"),
+        ("version", "holdfast's version"),
+    ):
+        ours, theirs = getattr(head, field), getattr(node, field)
+        if ours != theirs:
+            raise _unequal(f"{who} has another {words} than the head", f"{words} {ours}", str(theirs))
+    if not node.kernels:
+        raise _unequal(f"{who} has no compiled kernels", "an installation with a C compiler", "none")
+    _refuse_other_files(who, head.checkpoint, node.checkpoint)
+
+
+def _refuse_other_files(who: str, ours: dict[str, str], theirs: dict[str, str]) -> None:
+    different = [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
+    if not different:
+        return
+    shown = different[:MOST_NAMED]
+    more = f" and {len(different) - MOST_NAMED} more" if len(different) > MOST_NAMED else ""
+    needed = "; ".join(f"{name}: {ours.get(name, 'no such file')}" for name in shown) + more
+    found = "; ".join(f"{name}: {theirs.get(name, 'no such file')}" for name in shown) + more
+    raise _unequal(f"{who} has another checkpoint than the head", needed, found)
+
+
+def named_ranks(ranks: range) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+
+
+def _unequal(message: str, needed: str, found: str) -> ConfigurationError:
+    return ConfigurationError(
+        message,
+        code=WRONG_NODES,
+        needed=needed,
+        found=found[:1000],
+        fix="start all nodes with the same files, version and sizes",
+        field="nnodes",
+    )

@@ -1,0 +1,84 @@
+"""One connection between the head and a node: messages with their size before them, and an end that both notice.
+
+Sizes are bounded: what comes before the secret is proven is small, and nothing is read into memory that is larger than
+its kind may be. Knows only bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+
+LOST_S = 15.0
+"""Without a sign of the other side: then its machine is taken to be gone."""
+SIGN_S = 0.5
+"""Between two signs of a node that has nothing else to say."""
+MOST_BYTES = 256 << 20
+"""Of a message; plans of thousands of sequences are far below."""
+MOST_BEFORE_PROOF = 64 << 10
+_SIZE = struct.Struct("<I")
+
+
+class Wire:
+    """Messages may be sent by several threads, and are received by one."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection, self._sending = connection, threading.Lock()
+        connection.setblocking(True)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        # What was sent and not even acknowledged: the other machine, or the way there, is gone.
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(LOST_S * 1000))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(LOST_S), 0))
+
+    @property
+    def own_host(self) -> str:
+        return str(self._connection.getsockname()[0])
+
+    @property
+    def other_host(self) -> str:
+        return str(self._connection.getpeername()[0])
+
+    def wait_at_most(self, seconds: float) -> None:
+        """For a message; it raises TimeoutError (an OSError) then."""
+        whole = int(seconds)
+        limit = struct.pack("ll", whole, int((seconds - whole) * 1e6))
+        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+
+    def send(self, message: bytes) -> None:
+        """Raises OSError where it cannot be sent."""
+        with self._sending:
+            self._connection.sendall(_SIZE.pack(len(message)))
+            self._connection.sendall(message)
+
+    def receive(self, most_bytes: int = MOST_BYTES) -> bytes:
+        """The next. EOFError: the other side has ended; OSError: it is lost, or says what it may not."""
+        [size] = _SIZE.unpack(self._read(_SIZE.size))
+        if size > most_bytes:
+            raise OSError(f"a message of {size:,} bytes, of {most_bytes:,} at most")
+        return self._read(size)
+
+    def _read(self, size: int) -> bytes:
+        found = bytearray(size)
+        place, done = memoryview(found), 0
+        while done < size:
+            try:
+                got = self._connection.recv_into(place[done:])
+            except BlockingIOError:
+                raise TimeoutError("nothing was heard in time") from None
+            if got == 0:
+                raise EOFError
+            done += got
+        return bytes(found)
+
+    def finish(self) -> None:
+        """Nothing more is sent; what was sent is still heard."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()

@@ -1,0 +1,183 @@
+"""Sockets between ranks of different machines, by which a stage hands its numbers on: one for each pair, in one
+direction. Knows neither layers nor plans.
+
+    sender      copies its numbers; a thread sends them while it goes on, and it waits only where the last are not sent
+    receiver    reads them when it comes to that step
+
+Each block has its number and its size before it: where two ranks do not do the same, that is said and not computed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed
+
+from holdfast.errors import EngineDiedError, EngineError
+from holdfast.execution.parallel.segment import LOOK_NS, Watch
+
+LOOK_S = LOOK_NS / 1e9
+JOIN_S = 60.0
+"""For ranks to find one another."""
+KEY_BYTES = 32
+HEAD = struct.Struct("<QQ")
+WHO = struct.Struct("<I")
+
+
+class LineOut:
+    """To another rank. `watch`: called while it is awaited."""
+
+    def __init__(self, line: socket.socket, name: str, watch: Watch) -> None:
+        self._line, self._name, self._watch, self._count = line, name, watch, 0
+        self._pending, self._failed = b"", ""
+        self._turn = threading.Condition()
+        threading.Thread(target=self._send, name=f"to-{name}", daemon=True).start()
+
+    def put(self, numbers: torch.Tensor) -> None:
+        """Once the last were sent. Contiguous."""
+        waited_s = 0.0
+        with self._turn:
+            while self._pending and not self._failed:
+                if not self._turn.wait(LOOK_S):
+                    waited_s += LOOK_S
+                    self._watch(waited_s)
+            if self._failed:
+                raise EngineDiedError(f"the connection to {self._name} is lost: {self._failed}")
+            self._count += 1
+            body = _bytes_of(numbers).tobytes()
+            self._pending = HEAD.pack(self._count, len(body)) + body
+            self._turn.notify_all()
+
+    def _send(self) -> None:
+        while True:
+            with self._turn:
+                while not self._pending:
+                    self._turn.wait()
+                pending = self._pending
+            try:
+                self._line.sendall(pending)
+                failed = ""
+            except OSError as error:
+                failed = str(error)
+            with self._turn:
+                self._pending, self._failed = b"", failed
+                self._turn.notify_all()
+            if failed:
+                return
+
+
+class LineIn:
+    """From another rank."""
+
+    def __init__(self, line: socket.socket, name: str, watch: Watch) -> None:
+        self._line, self._name, self._watch, self._count = line, name, watch, 0
+
+    def take(self, out: torch.Tensor) -> None:
+        """The next numbers, however long that takes. Contiguous."""
+        head, self._count = bytearray(HEAD.size), self._count + 1
+        self._read(memoryview(head))
+        count, nbytes = HEAD.unpack(head)
+        if (count, nbytes) != (self._count, out.nbytes):
+            raise EngineError(
+                f"{self._name} has sent something else than is expected of it",
+                needed=f"block {self._count} of {out.nbytes:,} bytes",
+                found=f"block {count} of {nbytes:,} bytes",
+            )
+        self._read(_bytes_of(out))
+
+    def _read(self, place: memoryview) -> None:
+        done, waited_s = 0, 0.0
+        while done < len(place):
+            if not select.select([self._line], [], [], LOOK_S)[0]:
+                waited_s += LOOK_S
+                self._watch(waited_s)
+                continue
+            try:
+                got = self._line.recv_into(place[done:])
+            except OSError as error:
+                raise EngineDiedError(f"the connection from {self._name} is lost: {error}") from error
+            if got == 0:
+                raise EngineDiedError(f"the connection from {self._name} is closed")
+            done, waited_s = done + got, 0.0
+
+
+def _bytes_of(numbers: torch.Tensor) -> memoryview:
+    return numbers.view(-1).view(torch.uint8).numpy().data
+
+
+def open_lines(
+    store: torch.distributed.Store,
+    rank: int,
+    sources: Sequence[int],
+    targets: Sequence[int],
+    *,
+    host: str,
+    key: bytes,
+    watch: Watch,
+) -> tuple[Mapping[int, LineIn], Mapping[int, LineOut]]:
+    """By the numbers of the other ranks. `store`: where they find one another. `host`: of this rank for others. `key`:
+    that all ranks of this start have, and nobody else. Waits until all of them are there."""
+    listener = socket.create_server((host, 0)) if sources else None
+    if listener is not None:
+        port = listener.getsockname()[1]
+        store.set(f"line/{rank}", f"{host} {port}")
+    outgoing = {target: _connect(store, rank, target, key) for target in targets}
+    incoming = {} if listener is None else _accept(listener, rank, sources, key)
+    return (
+        {other: LineIn(line, f"rank {other}", watch) for other, line in incoming.items()},
+        {other: LineOut(line, f"rank {other}", watch) for other, line in outgoing.items()},
+    )
+
+
+def _connect(store: torch.distributed.Store, rank: int, target: int, key: bytes) -> socket.socket:
+    try:
+        host, _, port = store.get(f"line/{target}").decode().partition(" ")
+        line = socket.create_connection((host, int(port)), JOIN_S)
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        line.sendall(key + WHO.pack(rank))
+        line.settimeout(None)
+    except (RuntimeError, ValueError, OSError) as error:
+        raise EngineError(f"rank {rank} cannot reach rank {target}: {error}") from error
+    return line
+
+
+def _accept(listener: socket.socket, rank: int, sources: Sequence[int], key: bytes) -> dict[int, socket.socket]:
+    found, until_s = dict[int, socket.socket](), time.monotonic() + JOIN_S
+    with listener:
+        while missing := [other for other in sources if other not in found]:
+            listener.settimeout(max(0.01, until_s - time.monotonic()))
+            try:
+                line, _ = listener.accept()
+            except TimeoutError:
+                names = ", ".join(f"rank {other}" for other in missing)
+                raise EngineError(
+                    f"rank {rank} has not been reached by {names}", needed=f"within {JOIN_S:g} s"
+                ) from None
+            who = _who(line, key)
+            if who in missing:
+                found[who] = line
+            else:
+                line.close()
+    return found
+
+
+def _who(line: socket.socket, key: bytes) -> int | None:
+    """None: it is nobody of ours."""
+    line.settimeout(2.0)
+    said = b""
+    with contextlib.suppress(OSError):
+        while len(said) < KEY_BYTES + WHO.size and (more := line.recv(KEY_BYTES + WHO.size - len(said))):
+            said += more
+    if len(said) < KEY_BYTES + WHO.size or not hmac.compare_digest(said[:KEY_BYTES], key):
+        return None
+    line.settimeout(None)
+    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return int(WHO.unpack(said[KEY_BYTES:])[0])

@@ -1,0 +1,143 @@
+"""Several machines (nodes) for one model: what a plan for all of them means for each, held against what each has.
+
+The plan that is made before anybody is asked takes all nodes to be as large as the head, and divides nothing. When
+nodes have joined, `fit_nodes` knows better: the KV pool becomes as large as the node with the least room allows, and a
+node that cannot hold its ranks is refused by name before anything is loaded. Knows no sockets and no processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from holdfast.config import EngineConfig
+from holdfast.errors import DoesNotFitError
+from holdfast.footprint.cpu import BOOK_BYTES
+from holdfast.hardware import Memory
+from holdfast.planner.fit.result import Plan
+from holdfast.planner.serve.settle import longest_context, settle_pool
+from holdfast.units import counted, format_bytes
+
+OF_THE_HEAD = ("front", "logits", "grammars")
+OF_EACH_NODE = ("libraries", "exchange")
+RUNNING_ALREADY = ("front", "framework", "libraries")
+"""Of the head: when nodes join, they are part of what is not free."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeMemory:
+    free_bytes: int
+    name: str = "this machine"
+    """For people."""
+
+
+def all_nodes(machine: Memory, nodes: int) -> Memory:
+    """As large as this one, each of them."""
+    if nodes == 1:
+        return machine
+    return replace(
+        machine,
+        total_bytes=machine.total_bytes * nodes,
+        available_bytes=machine.available_bytes * nodes,
+        limited_by=f"{machine.limited_by}; {nodes} nodes as large as this one",
+    )
+
+
+def node_terms(plan: Plan, node: int, nodes: int) -> dict[str, int]:
+    """What the ranks of a node take, but for the pool."""
+    engine, ranks = plan.engine, ranks_of(plan, node, nodes)
+    found = dict[str, int]()
+    for name, size in plan.terms.items():
+        if name == "kv_pool":
+            continue
+        if name == "weights":
+            found[name] = sum(engine.rank_weights[rank] for rank in ranks)
+        elif name in OF_EACH_NODE:
+            found[name] = size
+        elif name in OF_THE_HEAD:
+            found[name] = size if node == 0 else 0
+        else:
+            found[name] = size * len(ranks) // engine.rank_count
+    return found
+
+
+def ranks_of(plan: Plan, node: int, nodes: int) -> range:
+    each = plan.engine.rank_count // nodes
+    return range(node * each, (node + 1) * each)
+
+
+def page_bytes(plan: Plan, node: int, nodes: int) -> int:
+    """Of a page, what the ranks of a node hold."""
+    return sum(plan.engine.layout_of(rank).page_bytes for rank in ranks_of(plan, node, nodes))
+
+
+def fit_nodes(plan: Plan, config: EngineConfig, machines: Sequence[NodeMemory]) -> Plan:
+    """The plan with a pool that every node can hold, or a DoesNotFitError with the node that cannot."""
+    nodes, limits = len(machines), plan.limits
+    blocks, least = plan.engine.blocks, 0
+    for node, machine in enumerate(machines):
+        room = _room(plan, config, machine, node, nodes)
+        held = max(0, room) // (page_bytes(plan, node, nodes) + (BOOK_BYTES if node == 0 else 0))
+        if held < blocks:
+            blocks, least = held, node
+    length = longest_context(plan, blocks)
+    if length == 0 or (length < limits.max_model_len and plan.length_is_set):
+        raise _does_not_fit(plan, config, machines[least], least, nodes)
+    if blocks == plan.engine.blocks:
+        return plan
+    settled = settle_pool(plan, blocks * plan.engine.layout.page_bytes + plan.reserve_bytes)
+    reason = f"node {least} ({machines[least].name}) holds no more; the plan was {counted(plan.engine.blocks, 'block')}"
+    known = len(plan.decisions)
+    said = tuple(replace(one, reason=reason) if one.field == "kv_pool" else one for one in settled.decisions[known:])
+    return replace(settled, decisions=(*plan.decisions, *said))
+
+
+def available_everywhere(plan: Plan, config: EngineConfig, free: Sequence[int], given_back: Sequence[int]) -> int:
+    """After loading, for the pool and what stays free, as if all nodes were one: as much as the node with the least
+    room allows. `free`: of each node; `given_back`: what steps will need again."""
+    nodes, page, least = len(free), plan.engine.layout.page_bytes, None
+    for node, (room, back) in enumerate(zip(free, given_back, strict=True)):
+        held = max(0, room - back - _stays_free(plan, config, room, node, nodes)) // page_bytes(plan, node, nodes)
+        least = held if least is None else min(least, held)
+    assert least is not None
+    return least * page + plan.reserve_bytes
+
+
+def _stays_free(plan: Plan, config: EngineConfig, free_bytes: int, node: int, nodes: int) -> int:
+    if config.ram is not None:
+        return 0
+    if node == 0:
+        return plan.reserve_bytes // nodes
+    return int(free_bytes * (1 - config.gpu_memory_utilization))
+
+
+def _room(plan: Plan, config: EngineConfig, machine: NodeMemory, node: int, nodes: int) -> int:
+    """For a node's part of the pool, before anything is loaded."""
+    terms = node_terms(plan, node, nodes)
+    room = machine.free_bytes - _stays_free(plan, config, machine.free_bytes, node, nodes) - _coming(terms, node)
+    return room if config.ram is None else min(room, config.ram - sum(terms.values()))
+
+
+def _coming(terms: Mapping[str, int], node: int) -> int:
+    return sum(size for name, size in terms.items() if node > 0 or name not in RUNNING_ALREADY)
+
+
+def _does_not_fit(plan: Plan, config: EngineConfig, machine: NodeMemory, node: int, nodes: int) -> DoesNotFitError:
+    ranks, limits = ranks_of(plan, node, nodes), plan.limits
+    length = limits.max_model_len if plan.length_is_set else 1
+    pages = 1 + plan.engine.layout.peak_blocks(length, limits.max_num_batched_tokens)
+    pool = pages * page_bytes(plan, node, nodes)
+    needed = _coming(node_terms(plan, node, nodes), node) + pool
+    budget = machine.free_bytes - _stays_free(plan, config, machine.free_bytes, node, nodes)
+    budget = budget if config.ram is None else min(budget, config.ram)
+    named = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+    weights = sum(plan.engine.rank_weights[rank] for rank in ranks)
+    return DoesNotFitError(
+        f"node {node} ({machine.name}) cannot hold {named}",
+        needed=f"{format_bytes(needed)}: {format_bytes(weights)} of weights, {format_bytes(pool)} of KV for a context"
+        f" of {length:,}, and what steps take",
+        found=f"{format_bytes(machine.free_bytes)} free there, of which {format_bytes(max(0, budget))} may be used:"
+        f" {format_bytes(max(0, needed - budget))} short",
+        fix="more nodes, a smaller --max-model-len, or free memory there",
+        field="nnodes",
+    )

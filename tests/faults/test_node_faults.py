@@ -1,0 +1,88 @@
+"""A rank of another node dies or stands still, a node is lost, the head's engine dies: all ranks are ended everywhere,
+nodes join again, and nobody's answer changes. Nodes are process groups of this machine (support/node_processes.py).
+What rank 0 says of such a death is in tests/cpu/engine/test_nodes.py, which is no long test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from free_ports import free_port
+from node_processes import SECRET, Node, node_flags
+from story_streams import STREAMS, all_streams
+
+SAID = {
+    "rank": "has ended: signal SIGKILL",
+    "stopped": "has not come to where the other ranks wait for it",
+    "first": "restarting it",
+    "node": "node 1 is lost",
+}
+
+
+class Cluster:
+    """The head with its API, and one other node."""
+
+    def __init__(self, folder: Path, start_server: Callable, arguments: list[str], sizes: tuple[int, int]) -> None:
+        flags = node_flags(sizes, 2, free_port())
+        self._folder, self._arguments = folder, [*arguments, *flags, "--engine-hang-timeout", "8"]
+        self.other = Node(folder, 1, *self._arguments)
+        self.head = start_server(*self._arguments, environment={"HOLDFAST_NODE_SECRET": SECRET}).wait_ready()
+
+    def processes(self) -> list[psutil.Process]:
+        first = psutil.Process(self.head.engine_pid)
+        return [first, *first.children(recursive=True), *self.other.ranks()]
+
+    def strike(self, name: str) -> None:
+        if name == "rank":
+            self.other.ranks()[-1].kill()
+        elif name == "stopped":
+            self.other.ranks()[0].suspend()
+        elif name == "first":
+            psutil.Process(self.head.engine_pid).kill()
+        else:
+            self.other.lose()
+            self.other = Node(self._folder, 1, *self._arguments)
+
+    async def disturbed(self, name: str) -> tuple[list[str], list[psutil.Process]]:
+        """What streams say while this happens in the middle of them, and which processes there were."""
+        begun = asyncio.Semaphore(0)
+        answers = asyncio.create_task(all_streams(self.head.url, begun))
+        for _ in range(STREAMS // 4):
+            await begun.acquire()
+        before = self.processes()
+        self.strike(name)
+        return await answers, before
+
+
+@pytest.mark.parametrize(
+    ("sizes", "names"),
+    [
+        ((2, 1), ("rank", "stopped", "first", "node")),
+        ((1, 2), ("rank", "stopped", "first", "node")),
+        ((2, 2), ("rank", "stopped", "first", "node")),
+    ],
+    ids=["tp2", "pp2", "tp2-pp2"],
+)
+@pytest.mark.long
+async def test_streams_outlive_ranks_of_nodes(
+    start_server, tiny_arguments, tmp_path: Path, sizes: tuple[int, int], names: tuple[str, ...]
+) -> None:
+    cluster = Cluster(tmp_path, start_server, tiny_arguments, sizes)
+    try:
+        undisturbed, gone = await all_streams(cluster.head.url), list[psutil.Process]()
+        for name in names:
+            answers, before = await cluster.disturbed(name)
+            assert answers == undisturbed, name
+            assert SAID[name] in cluster.head.log, cluster.head.log[-3000:]
+            gone += before
+        assert not [one for one in gone if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+        last = cluster.processes()
+        assert cluster.head.stop() == 0
+        assert cluster.other.wait() == 0, cluster.other.log
+        assert not [one for one in last if one.is_running()]
+    finally:
+        cluster.other.lose()
