@@ -302,12 +302,13 @@ class LocalBackend:
 
 def find_local(config: EngineConfig) -> Coroutine[Any, Any, LocalBackend]:
     """Finds the model, fetching it if need be; what is returned loads and starts it."""
-    from holdfast.engine.offline.unsupported import refuse_several_engines
+    from holdfast.engine.offline.unsupported import refuse_ray, refuse_several_engines
     from holdfast.engine.startup.build import find_model, open_tokenizer, plan_model
     from holdfast.engine.startup.select_device import settle_device
     from holdfast.footprint.cpu import FRONT_BYTES
 
     refuse_several_engines(config, "holdfast chat")
+    refuse_ray(config, "holdfast chat")
     config = settle_device(config)
     model = find_model(config)
     plan = plan_model(config, model, front_bytes=FRONT_BYTES)

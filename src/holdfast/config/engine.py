@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from holdfast.config import nodes as nodes_config
 from holdfast.config import unsupported
+from holdfast.config.parts import executors
 from holdfast.config.parts import offload as offload_config
 from holdfast.config.parts import quantization as quantization_names
 from holdfast.config.setting import (
@@ -333,12 +334,7 @@ class EngineConfig:
         whole(1),
         flags=("-tp", "--tp-size", "--tensor-parallel"),
     )
-    disable_custom_all_reduce: bool = setting(
-        False,
-        "ranks add up what they computed over sockets (gloo) instead of shared memory; on GPUs by NCCL alone instead of"
-        " kernels of our own",
-        flag,
-    )
+    disable_custom_all_reduce: bool = executors.disable_custom_all_reduce_setting()
     pipeline_parallel_size: int = setting(
         1,
         "number of stages that the layers are divided into, by bytes: processes of this machine, -tp of them each; on"
@@ -346,6 +342,7 @@ class EngineConfig:
         whole(1),
         flags=("-pp", "--pp-size"),
     )
+    distributed_executor_backend: str | None = executors.distributed_executor_backend_setting()
     nnodes: int = nodes_config.nnodes_setting()
     node_rank: int = nodes_config.node_rank_setting()
     master_addr: str = nodes_config.master_addr_setting()
@@ -376,6 +373,7 @@ class EngineConfig:
             unsupported.check_gpu_ranks(self.tensor_parallel_size, self.pipeline_parallel_size, os.environ)
         unsupported.check_engines_here(self.data_parallel_size, self.data_parallel_size_local)
         nodes_config.check_nodes(self)
+        executors.check_executor(self)
         if self.engine_hang_timeout is not None and 0 < self.engine_hang_timeout < LEAST_HANG_TIMEOUT_S:
             raise ConfigurationError(
                 f"engine_hang_timeout is {self.engine_hang_timeout:g} s, but a healthy engine may be silent that long",

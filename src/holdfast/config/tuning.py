@@ -39,13 +39,11 @@ TUNING: Mapping[str, str] = {
     "fully_sharded_loras": "of each matrix a rank has its part of one factor, and the other whole",
     **_each(
         ONE_MACHINE,
-        "distributed_executor_backend "
         "all2all_backend cp_kv_cache_interleave_size dcp_kv_cache_interleave_size "
         "dcp_comm_backend dcp_q_replicate "
         "enable_dbo dbo_decode_token_threshold dbo_prefill_token_threshold ubatch_size "
         "enable_nccl_comm_suspend enable_ep_weight_filter "
-        "enable_batch_sharded_sampling enable_hc_sp distributed_timeout_seconds cpu_distributed_timeout_seconds "
-        "worker_use_ray engine_use_ray ray_workers_use_nsight",
+        "enable_batch_sharded_sampling enable_hc_sp distributed_timeout_seconds cpu_distributed_timeout_seconds ",
     ),
     **_each(
         "engines of -dp are processes of this machine, behind one API, and wait for nothing of each other",
@@ -53,6 +51,7 @@ TUNING: Mapping[str, str] = {
         "dp_sync_interval dp_supervisor_probe_failure_threshold dp_supervisor_probe_interval_s "
         "dp_supervisor_probe_timeout_s disable_nccl_for_dp_synchronization",
     ),
+    "ray_workers_use_nsight": "ranks are started without a profiler; nsys can be attached to their processes",
     **_each("threads are placed by the system; see taskset and numactl", "numa_bind numa_bind_nodes numa_bind_cpus"),
     **_each(
         TEXT_ONLY,

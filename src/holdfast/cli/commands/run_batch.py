@@ -140,6 +140,7 @@ def _run(
     early: EarlyProcess,
 ) -> int:
     from holdfast.engine.data_parallel.open import open_engine, plan_engines
+    from holdfast.engine.ranks.ray_cluster.launch import driver_bytes, on_ray
     from holdfast.engine.startup.build import find_model, open_tokenizer
     from holdfast.engine.startup.progress import LoadProgress
     from holdfast.engine.startup.select_device import settle_device
@@ -160,13 +161,14 @@ def _run(
         said = f"{total:,} of {total:,} lines answered{failed}; nothing left to do"
         print(f"holdfast: {said}", file=sys.stderr)
         return 0
-    front = front_bytes(engine_config.max_logprobs == WHOLE_VOCABULARY)
-    plans = plan_engines(engine_config, model, front_bytes=front, engine_pids=[early.pid])
-    tokenizer = open_tokenizer(engine_config, model)
-    engine = open_engine(engine_config, model, tokenizer, plans, on_progress=LoadProgress(), early=early)
-    app = create_app(engine, server_settings(engine_config, server_config, model))
-    left = (line for line in read_lines(lines.path, model.files.name) if not answered[line.number])
-    return asyncio.run(_Run(app, engine, output, total=total, done=done, refused=refused).live(left, concurrency))
+    front = front_bytes(engine_config.max_logprobs == WHOLE_VOCABULARY) + driver_bytes(engine_config)
+    with on_ray(engine_config, model.files.name) as engine_config:
+        plans = plan_engines(engine_config, model, front_bytes=front, engine_pids=[early.pid])
+        tokenizer = open_tokenizer(engine_config, model)
+        engine = open_engine(engine_config, model, tokenizer, plans, on_progress=LoadProgress(), early=early)
+        app = create_app(engine, server_settings(engine_config, server_config, model))
+        left = (line for line in read_lines(lines.path, model.files.name) if not answered[line.number])
+        return asyncio.run(_Run(app, engine, output, total=total, done=done, refused=refused).live(left, concurrency))
 
 
 class _Run:

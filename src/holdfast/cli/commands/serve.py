@@ -257,6 +257,7 @@ def _run(
     from holdfast.cli.servers.reload import SettingsReload
     from holdfast.engine.data_parallel.open import open_engine, plan_engines
     from holdfast.engine.ranks.nodes.secret import with_secret
+    from holdfast.engine.ranks.ray_cluster.launch import driver_bytes, on_ray
     from holdfast.engine.startup.build import find_model, open_tokenizer
     from holdfast.engine.startup.progress import LoadProgress
     from holdfast.engine.startup.select_device import settle_device
@@ -299,27 +300,27 @@ def _run(
     model = find_model(engine_config)
     entry.found(names=server_config.served_model_name or (model.files.name,), path=model.files.path)
     log.info("model %s: %s, %s parameters", model.files.name, model.spec.architecture, f"{model.spec.parameters:,}")
-    front = front_bytes(engine_config.max_logprobs == WHOLE_VOCABULARY)
-    plans = plan_engines(engine_config, model, front_bytes=front, engine_pids=[early.pid])
-    tokenizer = open_tokenizer(engine_config, model)
-    engine = open_engine(engine_config, model, tokenizer, plans, on_progress=LoadProgress(), early=early)
-    settings = server_settings(engine_config, server_config, model)
-    app = create_app(engine, settings)
-    reach = _reach(listener, server_config, tls=tls is not None)
-
-    return run_server(
-        app,
-        engine,
-        listener=listener,
-        drain_timeout_s=server_config.drain_timeout,
-        write_timeout_s=server_config.write_timeout,
-        max_connections=server_config.max_connections,
-        tls=tls,
-        on_ready=lambda: _log_ready(engine, settings, reach),
-        on_fatal=lambda error: say_fatal(error, words),
-        on_reload=SettingsReload(engine, asked_config, server_config, read_again),
-        throughput=None if server_config.disable_log_stats else ThroughputLog(app.state.metrics, engine.stats),
-    )
+    front = front_bytes(engine_config.max_logprobs == WHOLE_VOCABULARY) + driver_bytes(engine_config)
+    with on_ray(engine_config, model.files.name) as engine_config:
+        plans = plan_engines(engine_config, model, front_bytes=front, engine_pids=[early.pid])
+        tokenizer = open_tokenizer(engine_config, model)
+        engine = open_engine(engine_config, model, tokenizer, plans, on_progress=LoadProgress(), early=early)
+        settings = server_settings(engine_config, server_config, model)
+        app = create_app(engine, settings)
+        reach = _reach(listener, server_config, tls=tls is not None)
+        return run_server(
+            app,
+            engine,
+            listener=listener,
+            drain_timeout_s=server_config.drain_timeout,
+            write_timeout_s=server_config.write_timeout,
+            max_connections=server_config.max_connections,
+            tls=tls,
+            on_ready=lambda: _log_ready(engine, settings, reach),
+            on_fatal=lambda error: say_fatal(error, words),
+            on_reload=SettingsReload(engine, asked_config, server_config, read_again),
+            throughput=None if server_config.disable_log_stats else ThroughputLog(app.state.metrics, engine.stats),
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ The loop runs while `generate` runs; dropping the object (or `close()`) gives it
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import itertools
@@ -12,7 +13,7 @@ import logging
 import random
 import sys
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from holdfast.config import EngineConfig
@@ -25,9 +26,11 @@ from holdfast.engine.interface import check_wake_tags
 from holdfast.engine.offline.beams import BeamMethods
 from holdfast.engine.offline.pooling import PoolingMethods, Prompt
 from holdfast.engine.offline.profiling import ProfileMethods
+from holdfast.engine.offline.prompts import as_list, one_each
 from holdfast.engine.offline.queued import QueuedMethods
 from holdfast.engine.offline.stepped import SteppedEngine
 from holdfast.engine.offline.unsupported import AbsentMethods, EmptyMethods, refuse_breathing, refuse_several_engines
+from holdfast.engine.ranks.ray_cluster.launch import on_ray
 from holdfast.engine.requests.adapters import Adapters
 from holdfast.engine.requests.admission import Admission
 from holdfast.engine.requests.embedding import PARAMS
@@ -35,7 +38,7 @@ from holdfast.engine.requests.output import OutputBuilder
 from holdfast.engine.requests.sampling_defaults import decided, default_sampling
 from holdfast.engine.requests.structured_output import StructuredOutput
 from holdfast.engine.requests.whole_vocabulary import is_whole, with_whole_vocabulary
-from holdfast.engine.startup.build import build_core, find_model, open_tokenizer, plan_model
+from holdfast.engine.startup.build import FoundModel, build_core, find_model, open_tokenizer, plan_model
 from holdfast.engine.startup.plan_lines import plan_line, warn_if_short, weights_line
 from holdfast.engine.startup.preload_torch import preload_torch
 from holdfast.engine.startup.progress import LoadProgress, RequestProgress
@@ -82,6 +85,7 @@ class LLM(PoolingMethods, BeamMethods, ProfileMethods, QueuedMethods, EmptyMetho
     @tells_scripts
     def __init__(self, model: str | None = None, **settings: Any) -> None:
         self._core: EngineCore | None = None
+        self._nodes = contextlib.ExitStack()
         self._profiler_config = read_profiler_config(settings.pop("profiler_config", None))
         config = EngineConfig.from_arguments(model=model, **settings)
         refuse_breathing(config)
@@ -91,6 +95,14 @@ class LLM(PoolingMethods, BeamMethods, ProfileMethods, QueuedMethods, EmptyMetho
             log.warning("%s", taken)
         config = settle_device(config)
         found = find_model(config)
+        config = self._nodes.enter_context(on_ray(config, found.files.name))
+        try:
+            self._start(config, found)
+        except BaseException:
+            self._nodes.close()
+            raise
+
+    def _start(self, config: EngineConfig, found: FoundModel) -> None:
         plan = plan_model(config, found)
         print(plan_line(found.files.name, plan), weights_line(plan), sep="\n", file=sys.stderr, flush=True)
         warn_if_short(plan)
@@ -175,8 +187,8 @@ class LLM(PoolingMethods, BeamMethods, ProfileMethods, QueuedMethods, EmptyMetho
         prompts: Prompt | Sequence[Prompt] | None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> tuple[list[Prompt], list[SamplingParams]]:
-        listed = _as_list(prompts)
-        return listed, _one_each(self._defaults if sampling_params is None else sampling_params, len(listed))
+        listed = as_list(prompts)
+        return listed, one_each(self._defaults if sampling_params is None else sampling_params, len(listed))
 
     def _chat_prompts(
         self, messages: Sequence[Message] | Sequence[Sequence[Message]], template: Mapping[str, Any]
@@ -210,7 +222,7 @@ class LLM(PoolingMethods, BeamMethods, ProfileMethods, QueuedMethods, EmptyMetho
         self, prompts: Prompt | Sequence[Prompt], show_progress: bool
     ) -> list[tuple[RequestOutput, bytes | None]]:
         """What the engine tells of each prompt in place of an answer."""
-        runs = [self._prepare(prompt, PARAMS, 0, embed=True) for prompt in _as_list(prompts)]
+        runs = [self._prepare(prompt, PARAMS, 0, embed=True) for prompt in as_list(prompts)]
         self._run(runs, show_progress)
         return [(run.output, run.embedding) for run in runs]
 
@@ -219,7 +231,7 @@ class LLM(PoolingMethods, BeamMethods, ProfileMethods, QueuedMethods, EmptyMetho
         return self._found.spec.hidden_size
 
     def _prompt_ids(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
-        return [list(self._read_prompt(prompt)[1]) for prompt in _as_list(prompts)]
+        return [list(self._read_prompt(prompt)[1]) for prompt in as_list(prompts)]
 
     def _with_sampling(self, info: EngineInfo) -> EngineInfo:
         files = self._found.files
@@ -265,7 +277,7 @@ class LLM(PoolingMethods, BeamMethods, ProfileMethods, QueuedMethods, EmptyMetho
             if not self._sleeping:
                 self._engine()
                 self._refuse_if_stepped()
-                self.close()
+                self._release()
                 self._sleeping = True
 
     @tells_scripts
@@ -299,7 +311,11 @@ class LLM(PoolingMethods, BeamMethods, ProfileMethods, QueuedMethods, EmptyMetho
         return self._sleeping
 
     def close(self) -> None:
-        """Gives weights and pages back. The object is of no use afterwards."""
+        """Gives weights, pages and nodes back. The object is of no use afterwards."""
+        self._release()
+        self._nodes.close()
+
+    def _release(self) -> None:
         core, self._core = self._core, None
         if core is not None:
             core.close()
@@ -317,6 +333,8 @@ class LLM(PoolingMethods, BeamMethods, ProfileMethods, QueuedMethods, EmptyMetho
         core = getattr(self, "_core", None)
         if core is not None:
             core.close()
+        if (nodes := getattr(self, "_nodes", None)) is not None:
+            nodes.close()
 
     def _engine(self) -> EngineCore:
         if self._core is None and self._sleeping:
@@ -457,42 +475,3 @@ class _Run:
         answer.finish_reason, answer.stop_reason = reason.value, stop_reason
         self._left -= 1
         self.output.finished = self._left == 0
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt] | None) -> list[Prompt]:
-    if prompts is None:
-        raise RequestError("there are no prompts", field="prompts")
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if not isinstance(prompts, Collection):
-        raise RequestError(
-            f"prompts has the type {type(prompts).__name__}",
-            needed="a string, token ids, or a list of them",
-            field="prompts",
-        )
-    numbers = [entry for entry in prompts if isinstance(entry, int)]
-    if numbers and len(numbers) == len(prompts):
-        return [numbers]
-    if numbers:
-        raise RequestError("token ids and prompts are mixed in one list", field="prompts")
-    return [entry for entry in prompts if not isinstance(entry, int)]
-
-
-def _one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if isinstance(params, Mapping) or not all(isinstance(one, SamplingParams) for one in params):
-        raise RequestError(
-            "sampling_params contains something other than SamplingParams",
-            needed="SamplingParams, or a list of them",
-            found=type(params).__name__,
-            fix="SamplingParams(temperature=0)",
-            field="sampling_params",
-        )
-    if len(params) != count:
-        raise RequestError(
-            f"got {count} prompts and {len(params)} sampling_params",
-            needed="one for all prompts, or one for each",
-            field="sampling_params",
-        )
-    return list(params)

@@ -39,6 +39,16 @@ def refuse_several_engines(config: EngineConfig, who: str = "LLM") -> None:
         )
 
 
+def refuse_ray(config: EngineConfig, who: str) -> None:
+    if config.distributed_executor_backend == "ray":
+        raise UnsupportedOptionError(
+            f"distributed_executor_backend is ray, but {who} has all ranks on this machine",
+            needed="mp",
+            fix="holdfast serve MODEL --distributed-executor-backend ray, and holdfast chat --url with its address",
+            field="distributed_executor_backend",
+        )
+
+
 class EmptyMethods:
     def get_world_size(self, include_dp: bool = True) -> int:
         """One device computes everything."""

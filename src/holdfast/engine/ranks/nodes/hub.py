@@ -151,9 +151,12 @@ class NodeHub:
         wire.send(messages.encode(messages.Challenge(nonce, head_proof)))
         said = messages.decode_from_agent(wire.receive(MOST_BEFORE_PROOF))
         expected = secret.proof(self._secret, secret.AGENT, hello.nonce, nonce)
-        if not isinstance(said, messages.Join) or not hmac.compare_digest(said.proof, expected):
+        if not isinstance(said, messages.Join | messages.CannotJoin) or not hmac.compare_digest(said.proof, expected):
             log.warning("a node at %s was refused: it has another secret", wire.other_host)
             wire.send(messages.encode(messages.Refused(Failure.of(other_secret()))))
+            return None
+        if isinstance(said, messages.CannotJoin):
+            self._note_cannot(said, wire)
             return None
         try:
             with self._changed:
@@ -168,6 +171,15 @@ class NodeHub:
             return None
         log.info("node %d of %d has joined: %s at %s", link.node, self.spread.nodes, link.report.name, wire.other_host)
         return link
+
+    def _note_cannot(self, said: messages.CannotJoin, wire: Wire) -> None:
+        """A node that cannot join ends the start of the head: waiting would not help."""
+        error = said.failure.error()
+        error.message = f"node {said.node} ({said.name}): {error.message}"
+        wire.send(messages.encode(messages.Refused(Failure.of(error))))
+        with self._changed:
+            self._refusal = error
+            self._changed.notify_all()
 
     def _check(self, hello: messages.NodeHello, report: messages.NodeReport) -> None:
         """What is wrong with a node that has the secret ends the start of the head too: waiting would not help."""

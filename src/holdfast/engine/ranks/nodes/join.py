@@ -5,9 +5,11 @@ from __future__ import annotations
 import hmac
 import logging
 import os
+import platform
 import socket
 import time
 from collections.abc import Callable
+from typing import NoReturn
 
 import msgspec
 
@@ -15,7 +17,8 @@ from holdfast.config import EngineConfig
 from holdfast.engine.ranks.nodes import messages, secret
 from holdfast.engine.ranks.nodes.hub import HANDSHAKE_S, NODES_MISSING, SAID_EVERY_S, other_secret
 from holdfast.engine.ranks.nodes.wire import MOST_BEFORE_PROOF, Wire
-from holdfast.errors import EngineError
+from holdfast.errors import EngineError, HoldfastError
+from holdfast.records import Failure
 from holdfast.units import format_duration
 
 log = logging.getLogger("holdfast")
@@ -26,9 +29,19 @@ JOINED_S = 60.0
 """For the head's answer: it compares what it was told, and may have much to do."""
 
 
-def join_head(config: EngineConfig, report: Callable[[str], messages.NodeReport]) -> Wire:
-    """A connection to a head that has let this node in. `report`: of this node, for its address. Tries again while
-    there is no head; raises what the head says when it refuses."""
+Report = Callable[[str], messages.NodeReport | Failure]
+"""Of a node, for its address; or why it cannot join."""
+
+
+def tell_cannot_join(config: EngineConfig, error: HoldfastError) -> NoReturn:
+    """Raises it, with the number of the node, when the head knows of it."""
+    join_head(config, lambda host: Failure.of(error))
+    raise AssertionError("the head has let a node in that cannot join")
+
+
+def join_head(config: EngineConfig, report: Report) -> Wire:
+    """A connection to a head that has let this node in. Tries again while there is no head; raises what the head says
+    when it refuses."""
     began_s = said_s = time.monotonic()
     place = f"{config.master_addr} port {config.master_port}"
     while True:
@@ -50,7 +63,7 @@ def join_head(config: EngineConfig, report: Callable[[str], messages.NodeReport]
         time.sleep(TRY_EVERY_S)
 
 
-def _join(config: EngineConfig, report: Callable[[str], messages.NodeReport]) -> Wire:
+def _join(config: EngineConfig, report: Report) -> Wire:
     source = None if config.node_addr is None else (config.node_addr, 0)
     wire = Wire(socket.create_connection((config.master_addr, config.master_port), CONNECT_S, source))
     try:
@@ -61,7 +74,7 @@ def _join(config: EngineConfig, report: Callable[[str], messages.NodeReport]) ->
     return wire
 
 
-def _introduce(config: EngineConfig, wire: Wire, report: Callable[[str], messages.NodeReport]) -> None:
+def _introduce(config: EngineConfig, wire: Wire, report: Report) -> None:
     assert config.node_secret is not None
     wire.wait_at_most(HANDSHAKE_S)
     nonce = os.urandom(messages.NONCE_BYTES)
@@ -75,7 +88,12 @@ def _introduce(config: EngineConfig, wire: Wire, report: Callable[[str], message
         raise other_secret()
     proof = secret.proof(config.node_secret, secret.AGENT, nonce, challenge.nonce)
     wire.wait_at_most(JOINED_S)
-    wire.send(messages.encode(messages.Join(proof, report(config.node_addr or wire.own_host))))
+    said = report(config.node_addr or wire.own_host)
+    if isinstance(said, Failure):
+        name = platform.node()[:255]
+        wire.send(messages.encode(messages.CannotJoin(proof, config.node_rank, name, said)))
+    else:
+        wire.send(messages.encode(messages.Join(proof, said)))
     answer = messages.decode_from_head(wire.receive(MOST_BEFORE_PROOF))
     if isinstance(answer, messages.Refused):
         raise answer.failure.error()

@@ -2,7 +2,7 @@
 
 agent   NodeHello            ──►            head
         ◄──  Challenge, with the proof that it has the secret
-        Join, with the agent's proof and what its node has
+        Join, with the agent's proof and what its node has; or CannotJoin, and why
         ◄──  Welcome, or Refused
         ◄──  StartNode, then mail for the ranks of the node (the first byte is MAIL); at last EndNode
         NodeStarted, then what ranks say, how they end, and signs of life with their counts
@@ -65,6 +65,15 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     report: NodeReport
 
 
+class CannotJoin(msgspec.Struct, frozen=True, tag=True):
+    """Of a node that has no model, say: the head need not wait for it."""
+
+    proof: bytes
+    node: int
+    name: str
+    failure: Failure
+
+
 class Welcome(msgspec.Struct, frozen=True, tag=True):
     pass
 
@@ -112,7 +121,7 @@ class Sign(msgspec.Struct, frozen=True, tag=True):
 
 
 BeforeProof = NodeHello | Challenge | OtherSecret
-FromAgent = OtherSecret | Join | NodeStarted | RankSaid | RankEnded | Sign
+FromAgent = OtherSecret | Join | CannotJoin | NodeStarted | RankSaid | RankEnded | Sign
 FromHead = Challenge | Welcome | Refused | StartNode | EndNode
 
 encode = msgspec.msgpack.Encoder().encode
