@@ -295,6 +295,7 @@ class RankGroup:
         gone = [rank.await_end(KILLED_S) for rank in self._ranks]
         for rank in self._ranks:
             rank.connection.close()
+        self.link.close()
         if self._hub is not None:
             self._hub.close(again=again)
         if all(gone):  # One that hangs in the system may still say so.

@@ -69,6 +69,11 @@ class RankLink:
     def give_up(self) -> None:
         """When another rank has ended. Nothing to do: all waiting here ends with the alarm."""
 
+    def close(self) -> None:
+        """Sockets to ranks of other nodes; nobody computes any more."""
+        if self.stage is not None:
+            self.stage.close()
+
     @property
     def resumes(self) -> bool:
         """Whether a step that was left in the middle can be followed by another."""
