@@ -41,8 +41,10 @@ class PipelineStage:
 
     def close(self) -> None:
         """Its sockets, where it has any."""
-        for line in (*self._lines_in.values(), *self._lines_out.values()):
-            line.close()
+        for incoming in self._lines_in.values():
+            incoming.close()
+        for outgoing in self._lines_out.values():
+            outgoing.close()
 
     @property
     def is_first(self) -> bool:
