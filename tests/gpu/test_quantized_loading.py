@@ -104,7 +104,7 @@ def test_weights_are_quantized_and_made_up_on_the_gpu(kind: Any) -> None:
     alike = torch.isclose(made[0], made[1].cpu(), rtol=1e-5, atol=0).float().mean()
     assert float(alike) > 0.999
     matrix = ScaledMatrix(layout, ROWS, COLUMNS, DEVICES[1])
-    fill_dummy_codes(matrix, 0, ROWS, TENSOR)
+    fill_dummy_codes(matrix, 0, TENSOR)
     numbers = torch.full((ROWS, COLUMNS), float("nan"), device="cuda")
     matrix.dequantize(0, ROWS, numbers)
     assert float(numbers.std()) == pytest.approx(COLUMNS**-0.5, rel=0.1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import ssl
 from pathlib import Path
@@ -23,6 +24,10 @@ from holdfast.units import parse_duration, shorten
 
 DEFAULT_CONCURRENCY, DEFAULT_KNEE, DEFAULT_BURST, DEFAULT_STEP = 16, 64, 8, "15s"
 DEFAULT_PROFILE = {"up": "1m", "peak": "5m", "down": "1m"}
+RATE_STEPS = 10
+"""Of a search for the knee by rates."""
+LEAST_OF_A_STEP = 15
+"""Requests by which a rate can be told."""
 PEAK_SHARE = 5
 """Of the peak, a part of so many is the longest that load rises or falls unless that was set: a short run is short."""
 OF_A_LOAD = {"arrivals": "rate", "burst": "rate", "step": "find_knee", "speed": "traffic"}
@@ -33,7 +38,8 @@ def read_load(arguments: argparse.Namespace, url: str) -> tuple[Load, RunOptions
     _refuse_contradictions(arguments)
     _check_certificate(arguments.certificate)
     key = os.environ.get("HOLDFAST_API_KEY")
-    phases, steps = _phases(arguments)
+    phases, steps, rates = _phases(arguments)
+    rate = None if arguments.rate is None else arguments.rate[1]
     concurrency = steps[-1] if steps else arguments.concurrency
     if arguments.rate is None and not arguments.traffic:
         concurrency = concurrency or DEFAULT_CONCURRENCY
@@ -44,11 +50,12 @@ def read_load(arguments: argparse.Namespace, url: str) -> tuple[Load, RunOptions
         certificate="insecure" if arguments.insecure else arguments.certificate,
         phases=phases,
         concurrency=concurrency,
-        rate=arguments.rate,
+        rate=rate,
         arrivals=arguments.arrivals or "poisson",
         burst=arguments.burst or DEFAULT_BURST,
         requests=arguments.requests,
         replay=read_replay(arguments.traffic, speed=arguments.speed or 1.0) if arguments.traffic else (),
+        speed=arguments.speed or 1.0,
         timeout_s=parse_duration(arguments.timeout, field="timeout"),
         seed=arguments.seed,
         prompt=parse_lengths(arguments.prompt, field="prompt"),
@@ -73,17 +80,22 @@ def read_load(arguments: argparse.Namespace, url: str) -> tuple[Load, RunOptions
         error_share=parse_share(arguments.max_errors, field="max-errors"),
         limited_client=arguments.rate is not None and arguments.concurrency is not None,
     )
-    return load, RunOptions(allowed=allowed, workers=arguments.workers, steps=steps, api_key=key)
+    return load, RunOptions(allowed=allowed, workers=arguments.workers, steps=steps, rates=rates, api_key=key)
 
 
-def _phases(arguments: argparse.Namespace) -> tuple[Any, tuple[int, ...]]:
-    """And the levels of a search for the knee."""
+def _phases(arguments: argparse.Namespace) -> tuple[tuple[Phase, ...], tuple[int, ...], tuple[float, ...]]:
+    """And the levels of a search for the knee: requests at once, or rates."""
     if arguments.find_knee:
+        step_s = parse_duration(arguments.step or DEFAULT_STEP, field="step")
+        if arguments.rate is not None:
+            low, high = arguments.rate
+            rates = _rates(low, high, step_s, arguments.burst or DEFAULT_BURST, arguments.arrivals)
+            return steps_profile(rates, step_s), (), rates
         most = arguments.concurrency or DEFAULT_KNEE
         steps = (*(level for power in range(20) if (level := 1 << power) < most), most)
-        return steps_profile(steps, parse_duration(arguments.step or DEFAULT_STEP, field="step")), steps
+        return steps_profile(steps, step_s), steps, ()
     if arguments.requests is not None or arguments.traffic:
-        return (Phase(PEAK, float("inf")),), ()
+        return (Phase(PEAK, float("inf")),), (), ()
     seconds = {
         name: parse_duration(usual if getattr(arguments, name) is None else getattr(arguments, name), field=name)
         for name, usual in DEFAULT_PROFILE.items()
@@ -95,13 +107,64 @@ def _phases(arguments: argparse.Namespace) -> tuple[Any, tuple[int, ...]]:
         min(seconds[name], peak / PEAK_SHARE) if getattr(arguments, name) is None else seconds[name]
         for name in ("up", "down")
     )
-    return default_profile(up, peak, down), ()
+    return default_profile(up, peak, down), (), ()
+
+
+def _rates(low: float | None, high: float, seconds: float, burst: int, arrivals: str | None) -> tuple[float, ...]:
+    """Ten even steps up to the highest, or from the lowest to it."""
+    if math.isinf(high) or (low is not None and low >= high):
+        raise ConfigurationError(
+            "--rate: no range to search for the knee",
+            needed="the highest number of requests a second, or the lowest and the highest",
+            found=f"{'' if low is None else f'{low:g}-'}{high:g}",
+            fix="--find-knee --rate 20, or --find-knee --rate 10-20",
+            field="rate",
+        )
+    first = high / RATE_STEPS if low is None else low
+    whole = RATE_STEPS - 1 if low is None else RATE_STEPS
+    # As they are named: no two phases may be called the same.
+    rates = tuple(dict.fromkeys(float(f"{first + (high - first) * at / whole:g}") for at in range(whole + 1)))
+    least = max(LEAST_OF_A_STEP, burst if arrivals == "bursts" else 0)
+    if rates[0] * seconds < least:
+        raise ConfigurationError(
+            f"--step: {seconds:g} s at {rates[0]:g} requests/s are too few requests to tell a rate by",
+            needed=f"{least} requests in every step",
+            found=f"{rates[0] * seconds:.3g} in the first",
+            fix=f"--step {math.ceil(least / rates[0])}s, or a range that begins higher: --rate"
+            f" {math.ceil(least / seconds)}-{max(high, 2 * math.ceil(least / seconds)):g}",
+            field="step",
+        )
+    return rates
 
 
 def _refuse_contradictions(arguments: argparse.Namespace) -> None:
+    _refuse_mixed_loads(arguments)
+    low, rate = arguments.rate or (None, None)
+    if low is not None and not arguments.find_knee:
+        raise ConfigurationError(
+            f"--rate {low:g}-{rate:g} is a range to search, and no search was asked for",
+            fix=f"--find-knee --rate {low:g}-{rate:g}, or --rate {rate:g}",
+            field="rate",
+        )
+    if rate is not None and math.isinf(rate) and arguments.requests is None and not arguments.find_knee:
+        raise ConfigurationError(
+            "--rate inf sends all requests at once, and how many was not said",
+            needed="--requests N",
+            fix="--rate inf --requests 200",
+            field="rate",
+        )
+    if rate is not None and arguments.find_knee and arguments.requests is not None:
+        raise ConfigurationError(
+            "--find-knee --rate sends for a time at each rate, and --requests would end it",
+            fix="leave --requests out; --step says how long",
+            field="requests",
+        )
+
+
+def _refuse_mixed_loads(arguments: argparse.Namespace) -> None:
     loads = {"--rate": arguments.rate, "--traffic": arguments.traffic, "--find-knee": arguments.find_knee}
     given = [flag for flag, value in loads.items() if value]
-    if len(given) > 1:
+    if len(given) > 1 and given != ["--rate", "--find-knee"]:  # That is a search by rates.
         raise ConfigurationError(
             f"{' and '.join(given)} are different loads", fix=f"leave all but {given[0]} out", field=given[1][2:]
         )

@@ -9,6 +9,8 @@ import msgspec
 from holdfast.bench.client.worker import ClientReport
 from holdfast.bench.measure.figures import Figures
 from holdfast.bench.measure.load_points import LoadPoint
+from holdfast.bench.measure.objectives import Objective
+from holdfast.bench.measure.rate_points import RatePoint
 from holdfast.bench.measure.samples import ServerSample
 from holdfast.bench.measure.steadiness import Drift, Stall
 from holdfast.bench.measure.verdict import BenchVerdict
@@ -59,6 +61,8 @@ class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
     engine_settings: dict[str, str]
     load: dict[str, Any]
     phases: list[dict[str, Any]]
+    slo: list[Objective] = []
+    """What was promised; empty: nothing."""
     interrupted: bool = False
     """By Ctrl-C: figures are of what was answered until then."""
     window_s: tuple[float, float]
@@ -67,6 +71,9 @@ class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
     whole: Figures
     points: list[LoadPoint]
     knee: LoadPoint | None
+    rate_points: list[RatePoint] = []
+    """Of a search for the knee by rates."""
+    rate_knee: RatePoint | None = None
     throughput_drift: Drift | None
     ram_drift: Drift | None
     vram_drift: Drift | None

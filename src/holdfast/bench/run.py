@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -13,12 +14,14 @@ import numpy as np
 import holdfast
 from holdfast.bench.client.answers import TimedAnswer
 from holdfast.bench.client.processes import ClientProcesses, client_processes
+from holdfast.bench.client.steps import ClientSteps
 from holdfast.bench.load.load import Load
-from holdfast.bench.load.profile import PEAK, level_at, span, total_seconds
+from holdfast.bench.load.profile import PEAK, Phase, level_at, span, total_seconds
 from holdfast.bench.measure.advice import advice
 from holdfast.bench.measure.figures import figures, gaps_of, mean_in_flight, tokens_between, tpot_of
 from holdfast.bench.measure.load_points import LoadPoint, knee, load_points, safe_point, until_it_ended
 from holdfast.bench.measure.objectives import limits
+from holdfast.bench.measure.rate_points import RatePoint, kept, knee_words, rate_knee, rate_point
 from holdfast.bench.measure.samples import ServerSample, ServerSampler, restarted
 from holdfast.bench.measure.steadiness import longest_stall, memory_drift, throughput_drift
 from holdfast.bench.measure.verdict import CLIENT, Allowed, BenchVerdict, RunEvidence, checks, reason_of
@@ -41,6 +44,8 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     sample_every_s: float = 1.0
     steps: tuple[int, ...] = ()
     """Of a search for the knee: the levels, which are the names of the phases."""
+    rates: tuple[float, ...] = ()
+    """Of a search for the knee in an open loop: requests a second, which are the names of the phases."""
     model: str | None = None
     """What the planner calls the model, for advice."""
     command: str | None = None
@@ -53,29 +58,56 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
 def run_bench(target: Target, load: Load, options: RunOptions, progress: Progress | None = None) -> BenchResult:
     sampler = ServerSampler(load.url, options.api_key, every_s=options.sample_every_s, certificate=load.certificate)
     sampler.start()
-    interrupted_s = None
+    interrupted_s, rate_points = None, list[RatePoint]()
     try:
-        with client_processes(load, options.workers) as clients:
+        with _clients(load, options, rate_points) as clients:
             try:
-                clients.wait(
-                    lambda: progress(time.monotonic() - clients.start_s, clients.answers) if progress else None
-                )
+                clients.wait(lambda: progress(clients.elapsed_s(), clients.answers) if progress else None)
             except KeyboardInterrupt:
                 if not any(answer.good for answer in clients.answers):
                     raise
                 interrupted_s = time.monotonic()
     finally:
         sampler.stop()
-    return make_result(target, load, options, clients, sampler, interrupted_s)
+    if isinstance(clients, ClientSteps):
+        load = msgspec.structs.replace(load, phases=tuple(clients.phases))
+    return make_result(target, load, options, clients, sampler, interrupted_s, rate_points)
+
+
+@contextlib.contextmanager
+def _clients(load: Load, options: RunOptions, rate_points: list[RatePoint]) -> Iterator[ClientProcesses | ClientSteps]:
+    """`rate_points` gets one of each rate that was answered; a search ends with the first that was not kept."""
+    if not options.rates:
+        with client_processes(load, options.workers) as clients:
+            yield clients
+        return
+
+    def goes_on(phase: Phase, answers: Sequence[TimedAnswer], begin_s: float) -> bool:
+        allowed, span_s = options.allowed, (begin_s, begin_s + phase.seconds)
+        rate = options.rates[len(rate_points)]
+        rate_points.append(
+            rate_point(
+                answers,
+                rate,
+                span_s,
+                objectives=allowed.objectives,
+                error_share=allowed.error_share,
+                limited_client=allowed.limited_client,
+            )
+        )
+        return not rate_points[-1].missed
+
+    yield ClientSteps(load, options.workers, goes_on)
 
 
 def make_result(
     target: Target,
     load: Load,
     options: RunOptions,
-    clients: ClientProcesses,
+    clients: ClientProcesses | ClientSteps,
     sampler: ServerSampler,
     interrupted_s: float | None = None,
+    rate_points: Sequence[RatePoint] = (),
 ) -> BenchResult:
     """`interrupted_s`: when it was, on the clock of the answers; those under way then are in none of it."""
     start_s, answers = clients.start_s, sorted(clients.answers, key=lambda answer: answer.sent_s)
@@ -83,8 +115,10 @@ def make_result(
     last_s = max((answer.end_s for answer in answers), default=start_s)
     asked = until_it_ended(answers) if sampler.same_process is False else answers
     points = load_points(asked, allowed.objectives)
-    safe = safe_point(points)
-    begin_s, end_s = _window(load, options, safe, start_s, last_s)
+    if sampler.same_process is False:  # A server that is gone says nothing of where its knee was.
+        rate_points = [point for point in rate_points if not point.missed]
+    level = _judged_level(options, safe_point(points), kept(rate_points))
+    begin_s, end_s = _window(load, level, start_s, last_s)
     if interrupted_s is not None:
         end_s = min(end_s, interrupted_s)
         begin_s = begin_s if begin_s < last_s else start_s  # It did not get as far as what is judged.
@@ -97,7 +131,7 @@ def make_result(
     whole = figures(answers, start_s, max(last_s, start_s + 1e-3) + 1e-3, slo=slo)
     evidence = RunEvidence(
         peak=figures(answers, begin_s, end_s, slo=slo),
-        whole=None if options.steps else whole,
+        whole=None if level is not None else whole,
         loop=load.loop,
         same_process=sampler.same_process,
         clients=clients.reports,
@@ -106,6 +140,7 @@ def make_result(
         ram=memory_drift(samples, begin_s, until_s, vram=False) if steady else None,
         vram=memory_drift(samples, begin_s, until_s, vram=True) if steady else None,
         samples=samples,
+        rate_points=rate_points,
     )
     cut = "" if interrupted_s is None else f"interrupted after {interrupted_s - start_s:.0f} s, no verdict; until then "
     verdict = _verdict(target, load, options, sampler, answers, evidence, points, cut)
@@ -117,12 +152,15 @@ def make_result(
         engine_settings=sampler.settings,
         load=described(load, options),
         phases=[{"name": phase.name, "seconds": _finite(phase.seconds)} for phase in load.phases],
+        slo=list(allowed.objectives),
         interrupted=interrupted_s is not None,
         window_s=(begin_s - start_s, end_s - start_s),
         peak=evidence.peak,
         whole=whole,
         points=points,
         knee=knee(points),
+        rate_points=list(rate_points),
+        rate_knee=rate_knee(rate_points),
         throughput_drift=evidence.throughput,
         ram_drift=evidence.ram,
         vram_drift=evidence.vram,
@@ -165,23 +203,30 @@ def _verdict(
             too_few=not points,
             command=options.command or sampler.command,
         )
+    turn, rate = knee_words(evidence.rate_points), kept(evidence.rate_points)
     return BenchVerdict(
         passed=all(check.passed for check in judged) and not cut,
-        reason=cut + reason_of(judged),
+        reason=cut + (f"{turn}; " if turn else "") + reason_of(judged),
         checks=judged,
         safe_concurrency=None if safe is None else safe.at_once,
         safe_reason=_safe_reason(points, safe, promised=bool(options.allowed.objectives)),
+        safe_rate=None if rate is None else rate.rate,
         advice=told,
     )
 
 
-def _window(
-    load: Load, options: RunOptions, safe: LoadPoint | None, start_s: float, last_s: float
-) -> tuple[float, float]:
-    """What is judged: the peak; of a search for the knee the highest level that is safe; else all of it."""
-    if options.steps:
-        level = max((step for step in options.steps if safe is not None and step <= safe.at_once), default=None)
-        begin, end = span(load.phases, str(level or options.steps[0]))
+def _judged_level(options: RunOptions, safe: LoadPoint | None, rate: RatePoint | None) -> float | None:
+    """Of a search for the knee: the highest that is safe, or else the lowest. None: this is no such search."""
+    if options.rates:
+        return options.rates[0] if rate is None else rate.rate
+    most = 0 if safe is None else safe.at_once
+    return max((step for step in options.steps if step <= most), default=options.steps[0] if options.steps else None)
+
+
+def _window(load: Load, level: float | None, start_s: float, last_s: float) -> tuple[float, float]:
+    """What is judged: the peak; of a search for the knee one level; else all of it."""
+    if level is not None:
+        begin, end = span(load.phases, f"{level:g}")
         return start_s + begin, start_s + end
     if load.loop != "replay" and any(phase.name == PEAK for phase in load.phases):
         begin, end = span(load.phases, PEAK)
@@ -205,9 +250,11 @@ def _safe_reason(points: Sequence[LoadPoint], safe: LoadPoint | None, *, promise
 
 def described(load: Load, options: RunOptions) -> dict[str, Any]:
     """For people who must know what was asked: without keys, prompts and times of a log."""
-    left_out = ("headers", "prompts", "replay", "phases", "certificate", "url", "model", "schema", "extra_body")
+    left_out = ("headers", "prompts", "replay", "phases", "certificate", "url", "model", "schema", "extra_body",
+        "first_request")  # fmt: skip
     found = {name: value for name, value in msgspec.to_builtins(load).items() if name not in left_out}
     found |= {"loop": load.loop, "workers": options.workers, "steps": list(options.steps)}
+    found |= {"rates": list(options.rates)}
     found |= {"seconds": _finite(total_seconds(load.phases)), "replayed": len(load.replay)}
     found |= {"prompts_of_a_file": len(load.prompts), "structured_output": load.schema is not None}
     return {name: (None if isinstance(value, float) and math.isinf(value) else value) for name, value in found.items()}

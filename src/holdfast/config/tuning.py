@@ -36,9 +36,9 @@ TUNING: Mapping[str, str] = {
         "speculative_config spec_method spec_model spec_tokens num_lookahead_slots speculative_model "
         "num_speculative_tokens per_request_spec_decode_metrics",
     ),
+    "fully_sharded_loras": "of each matrix a rank has its part of one factor, and the other whole",
     **_each(
         ONE_MACHINE,
-        "fully_sharded_loras "
         "all2all_backend cp_kv_cache_interleave_size dcp_kv_cache_interleave_size "
         "dcp_comm_backend dcp_q_replicate "
         "enable_dbo dbo_decode_token_threshold dbo_prefill_token_threshold ubatch_size "

@@ -105,7 +105,8 @@ class Runner:
     `threads`: those that compute; None: as torch and the kernels are set.
     `share`: of a model that several ranks compute; spec, weights and layout are this rank's. Only the first samples.
     `stage`: of one whose layers are on several ranks in turn, likewise; the first rank samples what the last stage
-    shows it, and a step that it has handed on is finished when its result is asked for."""
+    shows it, and a step that it has handed on is finished when its result is asked for.
+    `whole`: the model that `spec` is this rank's part of; None: it is all of it."""
 
     def __init__(
         self,
@@ -123,6 +124,7 @@ class Runner:
         threads: ComputeThreads | None = None,
         share: RankShare | None = None,
         stage: PipelineStage | None = None,
+        whole: ModelSpec | None = None,
     ) -> None:
         self._threads, self._share, self._stage = threads, share, stage
         self.spec, self.layout, self.limits, self.device = spec, layout, limits, device
@@ -130,7 +132,7 @@ class Runner:
         self._beat = beat or (lambda: None)
         self.dtype, self.weights_bytes = weights.dtype, weights.nbytes
         ops = ops_for(device, reference=reference, compiled=compiled)
-        self._adapters = None if lora is None else AdapterPlaces(spec, lora, weights.dtype, device)
+        self._adapters = None if lora is None else AdapterPlaces(spec, lora, weights.dtype, device, whole)
         self._transformer: Transformer | None = Transformer(
             spec,
             weights,
@@ -348,14 +350,14 @@ class Runner:
         if self._stage is not None:
             if self._stage.is_last:
                 self._show(self._stage, batch, hidden)
-            return StepResult(step_id=begun.plan.step_id)
+            return StepResult(step_id=begun.plan.step_id, adapters=begun.arrived)
         assert self._share is not None
         deque(self._turns(hidden), maxlen=0)
         tokens = self._share.hear_tokens(len(batch.sampling_slots))
         sampled = tokens != NOT_SAMPLED
         self.note_sampled(batch.sampling_slots[sampled], tokens[sampled])
         deque(self._score(batch), maxlen=0)
-        return StepResult(step_id=begun.plan.step_id)
+        return StepResult(step_id=begun.plan.step_id, adapters=begun.arrived)
 
     def note_sampled(self, slots: numpy.typing.NDArray[numpy.int64], tokens: numpy.typing.NDArray[numpy.int64]) -> None:
         """What the first rank has sampled: rows that come next begin with it."""

@@ -19,8 +19,10 @@ from holdfast.execution.layers.rope import rotaries
 from holdfast.execution.lora.products import Current, PlacedRows, adapt_layers
 from holdfast.execution.lora.slots import AdapterPlaces
 from holdfast.execution.ops import AttentionBackend, AttentionShape, FusedLayers, Heads, Ops, StepBuffers
+from holdfast.execution.parallel.layers.norms import RowNorms
+from holdfast.execution.parallel.layers.rounding import rounded_together
+from holdfast.execution.parallel.layers.routing import Crowding, routed_by_first
 from holdfast.execution.parallel.pipeline import PipelineStage
-from holdfast.execution.parallel.routing import Crowding, routed_by_first
 from holdfast.execution.parallel.share import RankShare
 from holdfast.execution.weights.decoder_weights import LayerWeights, Norm, Weights
 from holdfast.footprint.cpu import MLP_TILE, sums_apart
@@ -60,7 +62,11 @@ class Transformer:
         self._begins, self._ends = stage is None or stage.is_first, stage is None or stage.is_last
         self._crowding = Crowding()
         if share is not None:
-            weights = replace(weights, layers=routed_by_first(weights.layers, share.collectives, self._crowding))
+            layers = routed_by_first(weights.layers, share.collectives, self._crowding)
+            weights = replace(weights, layers=rounded_together(layers, share.collectives))
+        self._row_norms: RowNorms | None = None
+        if share is not None and spec.decoder.query_key_norm == "whole":
+            self._row_norms = RowNorms(share.collectives, share.kv_heads, spec.head_dim)
         self._base, self._adapters = weights.layers, Current()
         self._placed: PlacedRows | None = None
         if adapters is not None:
@@ -290,7 +296,10 @@ class Transformer:
         self._adapt(0, len(step.stream))
         layer.qkv.write(self._norm(layer.attn_norm, step.stream, step.normed), step.qkv)
         heads = step.heads
-        if layer.query_norm is not None and layer.key_norm is not None:
+        if layer.query_norm is not None and layer.key_norm is not None and self._row_norms is not None:
+            norms = (layer.query_norm, layer.key_norm)
+            self._row_norms.run(heads.query_rows, heads.key_rows, norms, self.spec.norm_eps)
+        elif layer.query_norm is not None and layer.key_norm is not None:
             apart = self.spec.decoder.query_key_norm == "head"
             epsilon = self.spec.norm_eps
             self.ops.norm_in_place(heads.query if apart else heads.query_rows, layer.query_norm, epsilon)

@@ -81,8 +81,9 @@ def quantized_layout(tensor: TensorSpec, quantize: Quantize) -> ScaledLayout | N
     if not tensor.linear or tensor.name == "head":
         return None
     if quantize == "fp8":
-        return ScaledLayout(codes="fp8", inputs="fp8")
-    group = next((size for size in INT4_GROUPS if tensor.shape[-1] % size == 0), None)
+        return _of_rank(ScaledLayout(codes="fp8", inputs="fp8"), tensor)
+    columns = tensor.shape[-1] if tensor.piece is None else tensor.piece.whole[-1]  # All ranks have the same groups.
+    group = next((size for size in INT4_GROUPS if columns % size == 0), None)
     return None if group is None else ScaledLayout(codes="int4", scales="float16", group=group)
 
 
@@ -96,6 +97,7 @@ def scaled_layout(packing: Packing, tensor: TensorSpec, stored: StoredTensor | N
         found = replace(found, group_rows=1)
     if takes_rows_in_order(tensor):
         found = replace(found, ordered=False)
+    found = _of_rank(found, tensor)
     whole = PIECE if found.four_bits else 1
     unfit = next((size for size in (whole, found.group, found.input_group) if size and columns % size), None)
     if unfit is not None:
@@ -108,6 +110,14 @@ def scaled_layout(packing: Packing, tensor: TensorSpec, stored: StoredTensor | N
             field="quantization_config",
         )
     return found
+
+
+def _of_rank(layout: ScaledLayout, tensor: TensorSpec) -> ScaledLayout:
+    """Where it has some of a matrix's columns, the scale of a row of inputs is not its own. Groups are never cut."""
+    columns = tensor.cut is not None and tensor.cut.axis == len(tensor.cut.whole) - 1
+    if not columns or layout.inputs == "plain" or layout.static_inputs or layout.input_group:
+        return layout
+    return replace(layout, static_inputs=True, divided_inputs=True)
 
 
 def takes_rows_in_order(tensor: TensorSpec) -> bool:

@@ -34,6 +34,7 @@ PRODUCTS: Mapping[str, tuple[str, ...]] = {
 @dataclass(frozen=True, slots=True)
 class Site:
     layer: int
+    """By its place among those of the spec, which may be a stage's."""
     product: str
     parts: tuple[str, ...]
     """Canonical names of the matrices, in the order of their rows."""
@@ -54,11 +55,11 @@ def sites(spec: ModelSpec) -> tuple[Site, ...]:
     return _sites(Same(spec))
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)
 def _sites(model: Same[ModelSpec]) -> tuple[Site, ...]:
     spec, found = model.held, list[Site]()
     shapes = {tensor.name: tensor.shape for tensor in adaptable(spec).values()}
-    for layer in spec.layers:
+    for place, layer in enumerate(spec.layers):
         gated = f"layers.{layer.index}.gate" in shapes
         for product, parts in PRODUCTS.items():
             if product == "up" and gated:
@@ -67,7 +68,7 @@ def _sites(model: Same[ModelSpec]) -> tuple[Site, ...]:
             names = [name] if name in shapes else [f"layers.{layer.index}.{part}" for part in parts]
             if names and all(one in shapes for one in names):
                 rows = tuple(shapes[one][0] for one in names)
-                found.append(Site(layer.index, product, tuple(names), shapes[names[0]][1], rows))
+                found.append(Site(place, product, tuple(names), shapes[names[0]][1], rows))
     return tuple(found)
 
 

@@ -65,6 +65,9 @@ class ScaledLayout:
     """No input counts for more when the scale of a row is chosen, larger ones are cut off (fbgemm); 0: no bound."""
     input_powers: bool = False
     """Scales of inputs are powers of two, the next above (DeepSeek's ue8m0)."""
+    divided_inputs: bool = False
+    """Of one rank's columns: inputs come divided by the scale of the whole row, which ranks find together; what is
+    stored to divide them by (`static_inputs`) is 1."""
 
     @property
     def four_bits(self) -> bool:

@@ -81,7 +81,8 @@ def _layer(layer: LayerSpec, shard: Shard) -> LayerSpec:
 def _tensors(spec: ModelSpec, shard: Shard) -> Iterator[TensorSpec]:
     ranges = _ranges(spec, shard)
     for tensor in spec.tensors:
-        if tensor.shard_axis is None:
+        axis = _axis(spec, tensor)
+        if axis is None:
             # A bias of what is summed over ranks is added once.
             if shard.rank == 0 or _part(tensor) not in ("o_bias", "down_bias"):
                 yield tensor
@@ -93,14 +94,20 @@ def _tensors(spec: ModelSpec, shard: Shard) -> Iterator[TensorSpec]:
         if found is None or tensor.hf_shape is not None or tensor.alternating:
             raise ModelError(f"{tensor.name} cannot be divided among ranks", found=str(list(tensor.shape)))
         extent = sum(last - first for first, last in found)
-        shape = (*tensor.shape[: tensor.shard_axis], extent, *tensor.shape[tensor.shard_axis + 1 :])
-        heads = tensor.heads * extent // tensor.shape[tensor.shard_axis]
+        shape = (*tensor.shape[:axis], extent, *tensor.shape[axis + 1 :])
+        heads = tensor.heads * extent // tensor.shape[axis]
         yield replace(
             tensor,
             shape=shape,
             heads=heads,
-            piece=ShardPiece(axis=tensor.shard_axis, ranges=found, whole=tensor.shape),
+            piece=ShardPiece(axis=axis, ranges=found, whole=tensor.shape),
         )
+
+
+def _axis(spec: ModelSpec, tensor: TensorSpec) -> int | None:
+    """That it is divided along; None: every rank has all of it. A norm over all heads has numbers for each of them."""
+    normed = spec.decoder.query_key_norm == "whole" and _part(tensor) in ("q_norm", "k_norm")
+    return 0 if normed else tensor.shard_axis
 
 
 def _of_whole_experts(tensor: TensorSpec, shard: Shard) -> TensorSpec:
@@ -127,6 +134,8 @@ def _ranges(spec: ModelSpec, shard: Shard) -> dict[str, tuple[Range, ...]]:
         "v": (key,),
         "qkv": (query, _behind(key, queries), _behind(key, queries + keys)),
         "o": (query,),
+        "q_norm": (query,),
+        "k_norm": (key,),
         "gate": (shard.inner,),
         "up": (shard.inner,),
         "gate_up": (shard.inner, _behind(shard.inner, spec.intermediate_size)),

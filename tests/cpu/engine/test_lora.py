@@ -137,6 +137,23 @@ def test_it_is_counted_in_the_plan(llm: LLM, folder: Path) -> None:
     assert term.planned_bytes == term.measured_bytes == 4 * numbers * 4
 
 
+def test_ranks_in_processes_of_their_own(llm: LLM, folder: Path, merged: dict[str, list[list[int]]]) -> None:
+    """More adapters than places, so that all ranks change theirs."""
+    lora = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 16, "max_cpu_loras": 3}
+    with make_llm(folder / "model", tensor_parallel_size=2, threads=2, **lora) as several:
+        for names in (("all", None, "attention", "all"), ("patterns", "all", "attention", None)):
+            asked = [None if name is None else request(folder, name) for name in names]
+            wanted = [merged[name or "model"][place] for place, name in enumerate(names)]
+            assert tokens(several, PROMPTS, asked) == wanted
+        assert several.info.memory is not None
+        (term,) = [term for term in several.info.memory.terms if term.term == "adapters"]
+        assert term.planned_bytes == term.measured_bytes
+        (of_one,) = [term for term in llm.info.memory.terms if term.term == "adapters"]
+        # B of q, k, v, gate and up and A of o and down are divided; the other factors are whole on each.
+        whole = 4 * 3 * 16 * (3 * 64 + 64 + 2 * 64 + 64) * 4
+        assert term.planned_bytes == of_one.planned_bytes + whole
+
+
 def test_a_number_stands_for_one_adapter(llm: LLM, folder: Path, tmp_path: Path) -> None:
     found = {name: tokens(llm, PROMPTS[:1], request(folder, name)) for name in ("all", "attention")}
     # Its number counts: vLLM's scripts give one adapter several names.

@@ -58,14 +58,15 @@ def test_grammars_scores_and_seeds_are_those_of_one(several: LLM, by_one) -> Non
 
 
 def test_keys_and_values_in_fp8_have_the_scales_of_one(tiny_model) -> None:
-    """A layer's scale is that of its largest key on any rank."""
+    """A layer's scale is that of its largest key on any rank, and a stage has those of its layers."""
 
-    def said(ranks: int) -> tuple[object, ...]:
-        with make(tiny_model, ranks, kv_cache_dtype="fp8") as llm:
-            scales = llm._core.runner._runner.kv_scales if ranks > 1 else llm._core.runner.kv_scales
-            return tokens(llm), (scales.keys, scales.values)
+    def said(ranks: int, stages: int = 1) -> tuple[object, ...]:
+        with make(tiny_model, ranks, kv_cache_dtype="fp8", pipeline_parallel_size=stages) as llm:
+            (found,) = [one for one in llm.info.decisions if one.startswith("kv_cache_scales")]
+            scales = llm._core.runner._runner.kv_scales if ranks * stages > 1 else llm._core.runner.kv_scales
+            return tokens(llm), found, (scales.keys[:1], scales.values[:1])
 
-    assert said(2) == said(1)
+    assert said(2) == said(2, 2) == said(1)
 
 
 def test_sums_may_go_over_sockets(tiny_model, of_one) -> None:

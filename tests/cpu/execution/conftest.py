@@ -12,32 +12,20 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from greedy_runs import layout_of
 
 from holdfast.checkpoints.checkpoint import Checkpoint
 from holdfast.checkpoints.formats import safetensors
 from holdfast.execution import native
 from holdfast.execution.runner import Runner, RunnerLimits
 from holdfast.execution.weights.load import load_weights
-from holdfast.kvcache.groups import KVLayout, form_groups
-from holdfast.models import ModelSpec, from_config
+from holdfast.models import from_config
 from holdfast.records import Row, SamplingParams, SequenceStart, StepPlan, StepResult, TableWrite
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0)
 CONFIGS = {"Gemma3": "Gemma3TextConfig"}
 """Of text models whose config has another name than the model."""
-
-
-def layout_of(spec: ModelSpec, block_tokens: int = 4, element_bytes: int = 4) -> KVLayout:
-    groups, places = form_groups([layer.window for layer in spec.layers])
-    return KVLayout(
-        groups=groups,
-        block_tokens=block_tokens,
-        layers_per_page=places,
-        kv_heads=spec.kv_heads,
-        head_dim=spec.head_dim,
-        element_bytes=element_bytes,
-    )
 
 
 class Oracle:

@@ -13,10 +13,10 @@ import pytest
 import quantized_files as written
 import torch
 from expert_gguf import write_expert_gguf
+from greedy_runs import assert_model_s_answers, make_core, tight_blocks
 from quantized_files import Format, compressed, write_quantized
-from rank_answers import FEW_BLOCKS, LIMITS, assert_model_says, few_limits, greedy_tokens, layout_of, scarce_blocks
-from thread_pipeline import ThreadPipeline
-from thread_ranks import ThreadRanks
+from thread_ranks import ThreadRanks, assert_same_of_ranks
+from tiny_experts import CONFIG
 
 from holdfast.checkpoints import match
 from holdfast.checkpoints.checkpoint import Checkpoint
@@ -26,11 +26,12 @@ from holdfast.config import EngineConfig
 from holdfast.errors import ConfigurationError
 from holdfast.execution import native
 from holdfast.execution.layers.linear import DenseLinear
-from holdfast.execution.parallel.routing import Crowding, FirstRanksRouter
-from holdfast.execution.runner import Runner, RunnerLimits
+from holdfast.execution.parallel.layers.routing import Crowding, FirstRanksRouter
+from holdfast.execution.runner import RunnerLimits
 from holdfast.execution.weights.load import load_weights
 from holdfast.footprint.identity_key import Same
 from holdfast.models import ModelSpec, from_config, from_gguf
+from holdfast.models.shards import shard_spec
 from holdfast.planner.serve.ranks import NOT_WITH_RANKS, refuse_with_ranks
 from holdfast.planner.sizing.engine_weights import EngineWeights
 from holdfast.planner.sizing.rank_shares import rank_shares
@@ -38,7 +39,6 @@ from holdfast.planner.sizing.shards import divide
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="ranks wait for one another by compiled code")
 
-CPU = torch.device("cpu")
 QWEN3: dict[str, Any] = {
     "num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 32, "norm_topk_prob": True,
 }  # fmt: skip
@@ -68,12 +68,10 @@ def test_ranks_with_whole_experts_say_what_the_model_says(
     """Of four ranks with three experts a token some have fewer than that."""
     oracle = oracles(FAMILIES[name][0], **FAMILIES[name][1])
     spec, loading = oracle.spec, {"expand": not compiled, "compiled": compiled}
-    layout, blocks = layout_of(spec), scarce_blocks(spec)
-    ranks = ThreadRanks(
-        spec, oracle.checkpoint, size, layout, RunnerLimits(**LIMITS), blocks, placement=placement, **loading
-    )
+    blocks, limits = tight_blocks(spec), RunnerLimits(max_num_seqs=4, max_num_batched_tokens=24, max_model_len=100)
+    ranks = ThreadRanks(spec, oracle.checkpoint, limits, blocks, size=size, placement=placement, **loading)
     assert [shard.expert_count for shard in ranks.shards] == counts
-    assert_model_says(oracle, ranks)
+    assert_model_s_answers(make_core(ranks.runner, ranks.layout, blocks, sequences=4, length=100), oracle)
     streams = [runner._decoder._stream for runner in ranks.runners]
     assert all(torch.equal(stream, streams[0]) for stream in streams), "all ranks have the bits of one sum"
     whole = EngineWeights(spec, match(spec, oracle.checkpoint()))
@@ -84,33 +82,9 @@ def test_ranks_with_whole_experts_say_what_the_model_says(
 
 def test_stages_deal_their_experts_out(oracles: Callable[..., Any]) -> None:
     oracle = oracles("Qwen3Moe", **{**QWEN3, "num_hidden_layers": 4})
-    layout = layout_of(oracle.spec)
-    one = Runner(
-        oracle.spec,
-        load_weights(oracle.spec, oracle.checkpoint(), dtype=torch.float32, device=CPU, expand=True),
-        layout,
-        few_limits(),
-        CPU,
+    assert_same_of_ranks(
+        oracle.spec, oracle.checkpoint, size=2, stages=2, placement="linear", expand=True, compiled=False
     )
-    one.back_kv(FEW_BLOCKS)
-    ranks = ThreadPipeline(oracle.spec, oracle.checkpoint, 2, 2, few_limits(), FEW_BLOCKS, placement="linear")
-    assert greedy_tokens(ranks.runner, ranks.layout) == greedy_tokens(one, layout)
-    assert [len(runner.spec.layers[0].experts.numbers) for runner in ranks.runners] == [4, 3] * 2
-    ranks.close()
-
-
-def assert_same_of_ranks(spec: ModelSpec, opened: Callable[[], Checkpoint], size: int, **loading: Any) -> None:
-    layout = layout_of(spec)
-    weights = load_weights(spec, opened(), dtype=torch.float32, device=CPU, **loading)
-    one = Runner(spec, weights, layout, few_limits(), CPU, compiled=loading["compiled"])
-    one.back_kv(FEW_BLOCKS)
-    ranks = ThreadRanks(spec, opened, size, layout, few_limits(), FEW_BLOCKS, placement="linear", **loading)
-    assert greedy_tokens(ranks, layout) == greedy_tokens(one, layout)
-    planned = rank_shares(
-        Same(EngineWeights(spec, match(spec, opened()))), size, 1, "linear", dtype="float32", **loading
-    )
-    assert ranks.weights_bytes == [part.nbytes(dtype="float32", **loading) for part in planned.weights]
-    ranks.close()
 
 
 def not_divided(spec: ModelSpec, opened: Callable[[], Checkpoint], size: int) -> None:
@@ -142,7 +116,7 @@ def test_blocks_of_gguf_that_could_not_be_divided(
         return Checkpoint(header.tensors, "gguf")
 
     not_divided(spec, opened, 2)
-    assert_same_of_ranks(spec, opened, 2, expand=expand, compiled=compiled)
+    assert_same_of_ranks(spec, opened, size=2, placement="linear", expand=expand, compiled=compiled)
 
 
 FORMATS = {
@@ -165,7 +139,7 @@ def test_codes_that_could_not_be_divided(
         return Checkpoint(safetensors.read_headers(sorted(tmp_path.glob("*.safetensors"))), "safetensors")
 
     not_divided(spec, opened, 2)
-    assert_same_of_ranks(spec, opened, 2, expand=False, compiled=compiled)
+    assert_same_of_ranks(spec, opened, size=2, placement="linear", expand=False, compiled=compiled)
 
 
 EXPERTS_ALONE = {"ignore": ["lm_head", "re:.*mlp.gate$", "re:.*self_attn.*"]}
@@ -200,7 +174,35 @@ def test_experts_in_formats_that_are_not_divided(name: str, oracles: Callable[..
         refuse_with_ranks(config, spec, stored, compiled_kernels=True)
     assert refused.value.code == NOT_WITH_RANKS
     refuse_with_ranks(replace(config, enable_expert_parallel=True), spec, stored, compiled_kernels=True)
-    assert_same_of_ranks(spec, opened, 2, expand=False, compiled=name == "act-order")
+    assert_same_of_ranks(spec, opened, size=2, placement="linear", expand=False, compiled=name == "act-order")
+
+
+@pytest.mark.parametrize("made", ["fp8", pytest.param("int4", marks=pytest.mark.long)])
+def test_experts_are_quantized_by_their_rank_as_by_one(made: str, oracles: Callable[..., Any]) -> None:
+    """While they are loaded. What comes into them is rounded by whole rows, which each rank has."""
+    oracle = oracles("Qwen3Moe", seed=1, **{**QWEN3, "moe_intermediate_size": 64, "head_dim": 64})
+    loading = {"quantize": made, "expand": False, "compiled": True}
+    asks = made == "fp8"
+    assert_same_of_ranks(
+        oracle.spec, oracle.checkpoint, size=2, placement="round_robin", rounded=asks, in_python=asks, **loading
+    )
+
+
+def test_dummies_of_codes_are_the_same_expert_s_wherever_it_is() -> None:
+    settings = {**CONFIG, "vocab_size": 300, "hidden_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": 1}
+    said = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}
+    spec = from_config({**settings, "quantization_config": said})
+
+    def numbers(own: ModelSpec) -> torch.Tensor:
+        weights = load_weights(own, None, dtype=torch.float32, device=torch.device("cpu"), expand=False, whole=spec)
+        matrix = weights.layers[0].mlp.down.matrix
+        found = torch.empty((matrix.rows, matrix.columns))
+        matrix.dequantize(0, matrix.rows, found)
+        return found.view(-1, 128, 64)
+
+    whole = numbers(spec)
+    for shard in divide(spec, None, 2, "round_robin"):
+        assert torch.equal(numbers(shard_spec(spec, shard)), whole[shard.rank :: 2])
 
 
 class _Alone:

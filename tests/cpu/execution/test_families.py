@@ -3,20 +3,16 @@ with chunks, company, windows and pages that held something else before."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from greedy_runs import assert_model_s_answers, layout_of, make_core, tight_blocks
 
-from holdfast.engine.core.loop import EngineCore
 from holdfast.execution.runner import Runner, RunnerLimits
 from holdfast.execution.weights.load import load_weights
-from holdfast.kvcache import KVCache
-from holdfast.kvcache.groups import KVLayout, form_groups
-from holdfast.records import Request, Row, SamplingParams, SequenceStart, StepPlan, TableWrite
-from holdfast.scheduler import Scheduler, SchedulerLimits
+from holdfast.records import Row, SamplingParams, SequenceStart, StepPlan, TableWrite
 
 GEMMA: dict[str, Any] = {"head_dim": 24, "sliding_window": 9, "num_hidden_layers": 4, "query_pre_attn_scalar": 30}
 GEMMA3: dict[str, Any] = {
@@ -143,34 +139,9 @@ def test_prefixes_chunks_windows_and_preemptions_leave_tokens_as_they_are(
 ) -> None:
     architecture, settings = FAMILIES[name]
     oracle = oracles(architecture, **settings)
-    groups, _ = form_groups([layer.window for layer in oracle.spec.layers])
-    windowed = any(layer.window is not None for layer in oracle.spec.layers)
-    blocks = (10 if windowed else 18) * len(groups) + 1
+    blocks = tight_blocks(oracle.spec)
     runner = driver_for(oracle, slots=4, budget=24, blocks=blocks).runner
-    kv = KVCache(runner.layout, blocks, prefix_caching=True)
-    scheduler = Scheduler(SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=24, max_model_len=100), kv)
-    core = EngineCore(scheduler, runner)
-    source = random.Random(7)
-    shared = [source.randrange(300) for _ in range(16)]
-    prompts = {str(number): shared + [source.randrange(300) for _ in range(2 + 3 * number)] for number in range(6)}
-    lengths = dict.fromkeys(prompts, 9)
-    if windowed:
-        # A window bounds what a sequence holds: those that have not filled theirs yet outgrow the pool together.
-        growing = {f"growing {number}": [source.randrange(300) for _ in range(3)] for number in range(4)}
-        prompts, lengths = growing | prompts, dict.fromkeys(growing, 30) | lengths
-    answers: dict[str, list[int]] = {number: [] for number in prompts}
-    for number, prompt in prompts.items():
-        greedy = SamplingParams(temperature=0.0, max_tokens=lengths[number], ignore_eos=True)
-        core.add(Request(request_id=number, prompt_token_ids=prompt, params=greedy))
-    while core.has_work:
-        for output in core.step():
-            answers[output.request_id] += output.token_ids
-    for number, prompt in prompts.items():
-        assert len(answers[number]) == lengths[number]
-        oracle.assert_greedy(prompt + answers[number], len(prompt))
-    stats = scheduler.stats()
-    assert stats.prefix_hits_total > 0
-    assert stats.preemptions_total > 0
+    assert_model_s_answers(make_core(runner, runner.layout, blocks, sequences=4, length=100), oracle)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "olmo2", "granite", "starcoder2"])
@@ -181,15 +152,8 @@ def test_half_precision_stays_near(name: str, oracles: Callable[..., Any]) -> No
     weights = load_weights(
         oracle.spec, oracle.checkpoint(), dtype=torch.bfloat16, device=torch.device("cpu"), expand=True
     )
-    groups, places = form_groups([layer.window for layer in oracle.spec.layers])
-    layout = KVLayout(
-        groups=groups,
-        block_tokens=4,
-        layers_per_page=places,
-        kv_heads=oracle.spec.kv_heads,
-        head_dim=oracle.spec.head_dim,
-        element_bytes=2,
-    )
+    layout = layout_of(oracle.spec, element_bytes=2)
+    groups = layout.groups
     limits = RunnerLimits(max_num_seqs=2, max_num_batched_tokens=64, max_model_len=100)
     runner = Runner(oracle.spec, weights, layout, limits, torch.device("cpu"))
     runner.back_kv(64)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from benchmarks.every_logit import divergences, every_logit
 from benchmarks.fidelity import token_ids
+from greedy_runs import layout_of
 from safetensors.torch import save_file
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -34,7 +35,7 @@ from holdfast.models import ModelSpec
 from holdfast.models.registry import describe_config
 from holdfast.records import SamplingParams
 
-from .conftest import CPU, Driver, Oracle, layout_of
+from .conftest import CPU, Driver, Oracle
 
 FORMATS = [torch.float8_e4m3fn, torch.float8_e5m2]
 LARGE_KEYS = 900.0
@@ -295,13 +296,14 @@ def test_scales_of_checkpoints_are_read_by_all_their_names(
     for layer in range(2):
         for which, name in enumerate(names):
             tensors[f"model.layers.{layer}.{name}"] = torch.full((1,), 0.25 + layer + 2 * which, dtype=dtype)
-    assert stored_kv_scales(checkpoint_of(tmp_path, tensors), 2) == KVScales((0.25, 1.25), (2.25, 3.25))
+    assert stored_kv_scales(checkpoint_of(tmp_path, tensors), range(2)) == KVScales((0.25, 1.25), (2.25, 3.25))
+    assert stored_kv_scales(checkpoint_of(tmp_path, tensors), [1]) == KVScales((1.25,), (3.25,)), "of a stage"
 
 
 def test_one_scale_may_be_for_both_and_none_is_none(tmp_path: Path) -> None:
     both = {f"model.layers.{layer}.self_attn.kv_scale": torch.tensor(0.5 + layer) for layer in range(2)}
-    assert stored_kv_scales(checkpoint_of(tmp_path, both), 2) == KVScales((0.5, 1.5), (0.5, 1.5))
-    assert stored_kv_scales(checkpoint_of(tmp_path, {"model.layers.0.mlp.k_scale": torch.ones(1)}), 2) is None
+    assert stored_kv_scales(checkpoint_of(tmp_path, both), range(2)) == KVScales((0.5, 1.5), (0.5, 1.5))
+    assert stored_kv_scales(checkpoint_of(tmp_path, {"model.layers.0.mlp.k_scale": torch.ones(1)}), range(2)) is None
 
 
 @pytest.mark.parametrize(
@@ -326,7 +328,7 @@ def test_broken_scales_are_refused_by_name(
     }
     kept = {name: tensor for name, tensor in (tensors | broken).items() if tensor is not None}
     with pytest.raises(CheckpointError, match=message):
-        stored_kv_scales(checkpoint_of(tmp_path, kept), 2)
+        stored_kv_scales(checkpoint_of(tmp_path, kept), range(2))
 
 
 def test_a_checkpoint_says_that_it_was_made_for_fp8(oracles: Callable[..., Oracle]) -> None:

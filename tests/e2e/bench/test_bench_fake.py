@@ -103,6 +103,27 @@ def test_the_knee_and_what_is_safe_are_found(capsys: pytest.CaptureFixture[str])
     assert rates[16] < 2 * rates[4]
 
 
+def test_the_knee_of_an_open_loop_is_the_last_rate_that_was_kept(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    kept = tmp_path / "page.html"
+    words = ("--find-knee", "--rate", "16-56", "--arrivals", "constant", "--step", "1.5s", "--output", "1")
+    for _ in range(ATTEMPTS):  # Other work on the machine may be what a rate is missed for.
+        with running_fake(FakeSettings(slots=4, ttft_s=(0.18, 0.18))) as fake:  # 22.2 requests/s at most.
+            _, found = bench(fake.url, *words, "--html", str(kept), capsys=capsys)
+            asked = [json.dumps(one["messages"]) for one in fake.close()["asked"] if one.get("stream")]
+        if found["rate_knee"] is not None and found["rate_knee"]["rate"] == 20:
+            break
+    assert found["rate_knee"]["rate"] == found["verdict"]["safe_rate"] == 20
+    assert found["verdict"]["reason"].startswith("knee at 20 requests/s (at 24: the backlog grew")
+    assert [point["rate"] for point in found["rate_points"]] == [16, 20, 24]  # And none beyond what was missed.
+    assert found["rate_points"][-1]["answered_per_s"] == pytest.approx(22, rel=0.1)
+    assert [phase["name"] for phase in found["phases"]] == ["16", "drain", "20", "drain", "24"]
+    assert found["peak"]["requests"] == pytest.approx(30, abs=1)  # Of what is judged: 20 a second.
+    assert len(set(asked)) == len(asked) == 24 + 30 + 36  # No step finds its prompts in a prefix cache.
+    assert "knee at 20 requests/s" in kept.read_text()
+
+
 def test_a_sound_server_passes_and_people_can_read_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     kept = tmp_path / "run.json"
     words = ("--requests", "30", "--concurrency", "4", "--output", "8", "--slo", "ttft.p90=10s", "--save", str(kept))
@@ -192,13 +213,25 @@ def test_a_log_is_replayed_with_its_lengths_and_times(capsys: pytest.CaptureFixt
         _, found = bench(fake.url, "--traffic", str(log), "--speed", "2", capsys=capsys)
     assert found["requests"]["intended_s"] == pytest.approx([0.0, 0.1, 0.2, 0.3])
     assert found["requests"]["output_tokens"] == [3, 4, 5, 6]
+    assert found["load"]["speed"] == 2
     assert [phase["seconds"] for phase in found["phases"]] == [None]  # Its time is the log's.
     assert found["requests"]["prompt_tokens"] == pytest.approx([50, 150, 250, 350], rel=0.15)
 
 
 def test_what_cannot_be_benchmarked_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench"]) == 2
-    assert main(["bench", "http://127.0.0.1:9", "--rate", "1", "--find-knee"]) == 2
+    for words in (
+        ("--rate", "4", "--traffic", "access.log"),
+        ("--rate", "0.1", "--find-knee"),  # A hundredth of a request a second.
+        ("--rate", "12-4", "--find-knee"),
+        ("--rate", "inf", "--find-knee"),
+        ("--rate", "4", "--find-knee", "--requests", "9"),
+        ("--rate", "4-12"),
+        ("--rate", "inf"),
+    ):
+        assert main(["bench", "http://127.0.0.1:9", *words]) == 2
+        said = capsys.readouterr().err
+        assert words[0] in said or words[-2] in said or "--step" in said, said
     assert main(["bench", "http://127.0.0.1:9", "--burst", "4"]) == 2
     assert main(["bench", "http://127.0.0.1:9", "--requests", "4", "--peak", "5s"]) == 2
     assert main(["bench", "http://127.0.0.1:9", "--serve-flags", "--max-num-seqs 4"]) == 2

@@ -108,7 +108,7 @@ def test_a_plot_leaves_holes_where_nothing_is_known() -> None:
 def test_two_runs_of_one_server_show_no_difference() -> None:
     found = compare(result(1), result(2))
     assert found.alike, found
-    assert len(found.differences) == 8
+    assert len(found.differences) == 9
     assert list(compare_lines(found))[-1].startswith("no difference")
 
 
@@ -120,7 +120,33 @@ def test_a_slower_server_is_told_with_its_interval() -> None:
         assert told[name].verdict == "worse", told[name]
         assert told[name].low < 0.1 < told[name].high
     assert "B differs from A" in list(compare_lines(found))[-1]
-    assert compare(result(2, slower=1.1), result(1)).differences[2].verdict == "better"
+    assert compare(result(2, slower=1.1), result(1)).differences[3].verdict == "better"
+
+
+def test_goodput_is_compared_under_one_slo() -> None:
+    promise = "ttft.p90=130ms,e2e=500ms"
+    quick, slow = result(1, slo=promise), result(2, slower=1.3, slo="e2e=500ms,ttft.p90=130ms")
+    told = {one.name: one for one in compare(quick, slow).differences}["good requests/s"]
+    assert told.verdict == "worse"
+    for value, run in ((told.a, quick), (told.b, slow)):
+        assert value == pytest.approx(run.peak.good_requests_per_s, rel=0.05)
+    assert told.b < 0.7 * told.a
+    other = compare(quick, result(2, slo="ttft.p90=1s"))
+    assert "good requests/s" not in [one.name for one in other.differences]
+    assert other.warnings == [
+        "the SLOs differ, and goodput is not compared: ttft.p90=130ms,e2e.p99=500ms and ttft.p90=1000ms"
+    ]
+    nothing = replace(result(1), slo=[])
+    assert "good requests/s" not in [one.name for one in compare(nothing, nothing).differences]
+    assert compare(nothing, nothing).left_out == []
+    never = result(3, slo="ttft=1ms")
+    assert compare(never, never).left_out == ["good requests/s"]
+
+
+def test_a_comparison_says_that_one_run_of_each_is_little() -> None:
+    said = list(compare_lines(compare(result(1), result(2, slower=1.1))))
+    assert any("one run of each" in line and "A B A B" in line for line in said[:-1])
+    assert said[-1].startswith("B differs from A")
 
 
 def _failing(run: BenchResult, every: int) -> RequestColumns:
@@ -171,6 +197,15 @@ def test_a_saved_result_is_read_again(tmp_path: Path, capsys: pytest.CaptureFixt
     first.write_text(json.dumps(document))
     assert main(["bench", "--compare", str(first), str(first), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["alike"] is True
+    assert document["slo"] == [{"metric": "ttft", "percentile": "p99", "seconds": 1.0}]
+    earlier = {name: value for name, value in document.items() if name not in ("slo", "rate_points", "rate_knee")}
+    earlier["load"] = {name: value for name, value in document["load"].items() if name not in ("rates", "speed")}
+    second = tmp_path / "b.json"
+    second.write_text(json.dumps(earlier))  # Of before these were kept.
+    assert main(["bench", "--compare", str(second), str(first), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["alike"] is True
+    assert found["warnings"] == ["the SLOs differ, and goodput is not compared: none and ttft.p99=1000ms"]
     first.write_text(json.dumps(document | {"version": 2}))
     assert main(["bench", "--compare", str(first), str(first)]) == 2
     assert main(["bench", "--compare", str(tmp_path / "none"), str(first)]) == 2
@@ -181,6 +216,14 @@ def test_people_read_what_was_loaded_and_found() -> None:
     assert "closed loop, 8 at once; up 1 s, peak 30 s, down 1 s; figures are of seconds 1 to 31" in said
     assert "RAM 900.00 MiB to 900.00 MiB, KV cache at most 30%" in said
     assert "300 W on average" in said
+
+
+@pytest.mark.parametrize(
+    ("speed", "told"), [(1.0, ""), (2.0, ", twice as fast"), (0.5, ", half as fast"), (2.5, ", 2.5 times as fast")]
+)
+def test_a_replay_says_how_fast_it_was(speed: float, told: str) -> None:
+    replayed = replace(result(1), load=result(1).load | {"loop": "replay", "replayed": 4, "speed": speed})
+    assert f"replay of 4 requests at their own times{told}; " in "\n".join(lines(replayed))
 
 
 @pytest.mark.parametrize("replay", [(), (Arrival(0.0, 1, 1),)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import replace
 from itertools import pairwise
@@ -12,12 +13,17 @@ from typing import Any
 import pytest
 
 from holdfast import plan
-from holdfast.checkpoints import LAYOUTS, StoredTensor
+from holdfast.checkpoints import LAYOUTS, Packing, StoredTensor
+from holdfast.checkpoints.files import PackedMatrix
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigurationError
+from holdfast.footprint.cpu import STAGING_BYTES
+from holdfast.footprint.identity_key import Same
 from holdfast.models import ModelSpec, from_config
 from holdfast.models.shards import Shard, shard_spec
 from holdfast.planner.serve.ranks import NOT_WITH_RANKS, refuse_with_ranks
+from holdfast.planner.sizing.engine_weights import EngineWeights
+from holdfast.planner.sizing.rank_shares import rank_shares
 from holdfast.planner.sizing.shards import divide
 
 LLAMA: dict[str, Any] = {
@@ -98,13 +104,11 @@ def test_a_size_that_cuts_blocks_is_refused_with_those_that_do_not() -> None:
 @pytest.mark.parametrize(
     ("settings", "field"),
     [
-        ({"enable_lora": True}, "enable_lora"),
         ({"kv_store": "/tmp/pages"}, "kv_store"),
         ({"nvme_path": "/tmp"}, "nvme_path"),
         ({"enable_sleep_mode": True}, "enable_sleep_mode"),
         ({"idle_release": 60.0}, "idle_release"),
         ({"yield_to_neighbours": True}, "yield_to_neighbours"),
-        ({"quantization": "int4"}, "quantization"),
     ],
 )
 def test_what_ranks_cannot_do_is_refused_by_name(settings: dict[str, Any], field: str) -> None:
@@ -115,15 +119,92 @@ def test_what_ranks_cannot_do_is_refused_by_name(settings: dict[str, Any], field
     refuse_with_ranks(replace(config, tensor_parallel_size=1), spec_of(), None, compiled_kernels=True)
 
 
+def test_adapters_are_refused_by_name_on_several_machines() -> None:
+    """They are known by inodes and times of one."""
+    config = EngineConfig(model="m", tensor_parallel_size=2, device="cpu", enable_lora=True, nnodes=2)
+    with pytest.raises(ConfigurationError, match="files of one machine") as refused:
+        refuse_with_ranks(config, spec_of(), None, compiled_kernels=True)
+    assert (refused.value.code, refused.value.field) == (NOT_WITH_RANKS, "enable_lora")
+    refuse_with_ranks(replace(config, nnodes=1), spec_of(), None, compiled_kernels=True)
+
+
 def test_models_and_machines_that_ranks_lack_are_refused() -> None:
     config = EngineConfig(model="m", tensor_parallel_size=2, device="cpu")
-    normed = spec_of()
-    normed = replace(normed, decoder=replace(normed.decoder, query_key_norm="whole"))
-    with pytest.raises(ConfigurationError, match="norms the queries of all heads together"):
-        refuse_with_ranks(config, normed, None, compiled_kernels=True)
     with pytest.raises(ConfigurationError, match="compiled code, which this installation has not got"):
         refuse_with_ranks(config, spec_of(), None, compiled_kernels=False)
     refuse_with_ranks(config, spec_of(), None, compiled_kernels=True)
+
+
+def packed_as(spec: ModelSpec, **said: Any) -> dict[str, StoredTensor]:
+    """Every matrix of a layer in a quantized format."""
+    packing = PackedMatrix(Packing(**said), {})
+    return {
+        name: replace(one, packed=packing) if name.startswith("layers.") and len(one.shape) > 1 else one
+        for name, one in stored_as(spec, "F32").items()
+    }
+
+
+def test_columns_that_share_a_scale_are_not_cut() -> None:
+    """Of weights or of inputs; what is stored for a whole row is cut anywhere."""
+    spec = spec_of(num_attention_heads=8, num_key_value_heads=4, hidden_size=512, intermediate_size=640)
+    inner = {
+        name: [shard.inner for shard in divide(spec, packed_as(spec, **said), 2)]
+        for name, said in {
+            "channel": {"method": "fp8", "inputs": "fp8", "granularity": "channel"},
+            "blocks": {"method": "fp8", "inputs": "fp8", "granularity": "block", "input_group": 128},
+            "groups of inputs": {"method": "int8", "inputs": "int8", "granularity": "channel", "input_group": 128},
+            "nf4": {"method": "nf4"},
+        }.items()
+    }
+    assert inner["channel"] == [(0, 320), (320, 640)]
+    assert inner["blocks"] == inner["groups of inputs"] == [(0, 384), (384, 640)]
+    assert inner["nf4"] == [(0, 320), (320, 640)]
+
+
+EXPERTS: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256, "head_dim": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("said", "settings", "refused"),
+    [
+        ({"activation_scheme": "dynamic"}, {}, True),
+        ({"activation_scheme": "static"}, {}, False),
+        ({"activation_scheme": "dynamic", "weight_block_size": [128, 128]}, {}, False),
+        (None, {"quantization": "fp8"}, True),
+        (None, {"quantization": "int4"}, False),
+    ],
+)
+def test_experts_that_round_whole_rows_are_refused(
+    said: dict[str, Any] | None, settings: dict[str, Any], refused: bool
+) -> None:
+    more = {} if said is None else {"quantization_config": {"quant_method": "fp8", **said}}
+    config, spec = EngineConfig(model="m", tensor_parallel_size=2, device="cpu", **settings), spec_of(**EXPERTS, **more)
+    with pytest.raises(ConfigurationError, match="rounded by rows") if refused else contextlib.nullcontext():
+        refuse_with_ranks(config, spec, None, compiled_kernels=True)
+
+
+def test_what_ranks_read_at_a_time_is_counted_for_each() -> None:
+    """Rows and columns as they are cut; a quantized matrix whole, beside what it becomes."""
+    spec = spec_of(vocab_size=32000, num_attention_heads=8, num_key_value_heads=4, hidden_size=512)
+
+    def staging(stored: dict[str, StoredTensor], size: int, stages: int = 1) -> int:
+        how = {"dtype": "float32", "expand": False, "compiled": True}
+        return rank_shares(Same(EngineWeights(spec, stored)), size, stages, **how).staging_bytes(**how)
+
+    plain = stored_as(spec, "F32")
+    largest = plain["embed"].nbytes
+    assert staging(plain, 1) == STAGING_BYTES + largest
+    assert staging(plain, 2) == 2 * STAGING_BYTES + largest
+    assert staging(plain, 4) == 4 * (STAGING_BYTES + largest // 4)
+    packed = packed_as(spec, method="fp8", inputs="fp8", granularity="channel")
+    gate, small = packed["layers.0.gate"], replace(spec, tensors=tuple(one for one in spec.tensors if one.layer == 0))
+    codes = 1536 * 512 + 1536 * 4  # With a scale for each row.
+    how = {"dtype": "float32", "expand": False, "compiled": True}
+    ranks = rank_shares(Same(EngineWeights(small, packed)), 2, **how)
+    assert ranks.staging_bytes(**how) == 2 * (STAGING_BYTES + gate.nbytes + codes)
 
 
 def test_a_plan_for_a_cpu_has_the_ranks_of_a_server(tmp_path: Path) -> None:

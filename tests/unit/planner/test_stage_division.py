@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -100,26 +99,10 @@ def test_stages_keep_their_own_layers_of_the_same_pages(windows: list[int | None
 def test_stages_may_do_what_divided_layers_may_not() -> None:
     spec = spec_of()
     refuse_with_ranks(EngineConfig(pipeline_parallel_size=2), spec, None, compiled_kernels=True)
-    config = EngineConfig(pipeline_parallel_size=2, enable_lora=True)
-    with pytest.raises(ConfigurationError, match="pipeline_parallel_size is 2, and LoRA") as caught:
+    config = EngineConfig(pipeline_parallel_size=2, kv_store="/tmp/pages")
+    with pytest.raises(ConfigurationError, match="pipeline_parallel_size is 2, and a store of KV pages") as caught:
         refuse_with_ranks(config, spec, None, compiled_kernels=True)
     assert caught.value.code == NOT_WITH_RANKS
-    olmo = from_config(LLAMA | {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"})
-    refuse_with_ranks(EngineConfig(pipeline_parallel_size=2), olmo, None, compiled_kernels=True)
-    with pytest.raises(ConfigurationError, match="norms the queries of all heads together"):
-        refuse_with_ranks(EngineConfig(tensor_parallel_size=2), olmo, None, compiled_kernels=True)
-
-
-def test_scales_of_a_kv_cache_in_fp8_are_not_divided_into_stages() -> None:
-    """By either way of asking for it; ranks of one stage have them."""
-    spec, asked = spec_of(), replace(spec_of(), kv_cache_fp8=True)
-    for config, of in ((EngineConfig(kv_cache_dtype="fp8"), spec), (EngineConfig(), asked)):
-        refuse_with_ranks(replace(config, tensor_parallel_size=2), of, None, compiled_kernels=True)
-        with pytest.raises(ConfigurationError, match="are not found by several stages yet") as refused:
-            refuse_with_ranks(replace(config, pipeline_parallel_size=2), of, None, compiled_kernels=True)
-        assert (refused.value.code, refused.value.field) == (NOT_WITH_RANKS, "kv_cache_dtype")
-    kept = EngineConfig(pipeline_parallel_size=2, kv_cache_dtype="bfloat16")
-    refuse_with_ranks(kept, asked, None, compiled_kernels=True)
 
 
 def test_a_plan_of_the_405b_has_a_row_for_each_of_32_ranks() -> None:

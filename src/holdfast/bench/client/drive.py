@@ -153,10 +153,11 @@ class _Run:
                 arrivals=load.arrivals,
                 burst=load.burst,
                 burstiness=load.burstiness,
-                seed=load.seed,
+                seed=load.seed + load.first_request,
             )
             every = (Arrival(at_s, 0, 0) for at_s in times)
-        return itertools.islice(enumerate(itertools.islice(every, load.requests)), share.index, None, share.count)
+        numbered = enumerate(itertools.islice(every, load.requests), load.first_request)
+        return itertools.islice(numbered, share.index, None, share.count)
 
     async def _converse(self, conversation: BenchConversation, intended_s: float | None) -> bool:
         """All turns, unless one fails or its client leaves; False: one failed."""

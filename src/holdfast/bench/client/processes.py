@@ -91,6 +91,10 @@ class ClientProcesses:
                 fix="fewer requests at once (--concurrency), or more memory for the client",
             )
 
+    def elapsed_s(self) -> float:
+        """Since the beginning; negative: before it."""
+        return time.monotonic() - self.start_s
+
     def close(self) -> None:
         for process in self._processes:
             if process.poll() is None:

@@ -44,8 +44,12 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     burstiness: float = 1.0
     requests: int | None = None
     """The run ends once so many were sent."""
+    first_request: int = 0
+    """The number of the first of an open loop: prompts go by numbers, arrivals are drawn by it."""
     replay: tuple[Arrival, ...] = ()
-    """Sent at their own times, whatever rate and phases say."""
+    """Sent at these times, whatever rate and phases say."""
+    speed: float = 1.0
+    """How many times as fast as in the log these are; they are so already."""
     timeout_s: float = 600.0
     seed: int = 0
     # What is asked.

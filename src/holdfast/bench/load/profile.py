@@ -35,9 +35,9 @@ def default_profile(up_s: float, peak_s: float, down_s: float) -> tuple[Phase, .
     return tuple(phase for phase in phases if phase.seconds > 0)
 
 
-def steps_profile(levels: Sequence[int], seconds: float) -> tuple[Phase, ...]:
+def steps_profile(levels: Sequence[float], seconds: float) -> tuple[Phase, ...]:
     """One phase a level, each a share of the highest, which is the last."""
-    return tuple(Phase(f"{level}", seconds, level / levels[-1], level / levels[-1]) for level in levels)
+    return tuple(Phase(f"{level:g}", seconds, level / levels[-1], level / levels[-1]) for level in levels)
 
 
 def total_seconds(phases: Sequence[Phase]) -> float:

@@ -25,6 +25,8 @@ PERCENTILES = (50.0, 90.0, 95.0, 99.0, 99.9)
 GAP_BYTES = 4
 BLOCK_EVENTS = 1 << 20
 """Of a run that may have tens of millions, so many are unfolded to a time and a weight each at once."""
+LATE_S, LATE_SHARE = 0.02, 0.05
+"""A generator is behind when its P99 is later than this, and than this share of the median time to a first token."""
 NAMES = ("p50", "p90", "p95", "p99", "p99_9")
 
 

@@ -81,7 +81,8 @@ def _point(
     ttft, itl = waits["ttft"], waits["itl"]
     failed = sum(bool(answer.error) for answer in sent)
     met = all(
-        (found := waits[_judged(objective.metric)]) is not None and found.at(objective.percentile) <= objective.seconds
+        (found := waits[judged_as(objective.metric)]) is not None
+        and found.at(objective.percentile) <= objective.seconds
         for objective in objectives
     )
     return LoadPoint(
@@ -98,7 +99,7 @@ def _point(
     )
 
 
-def _judged(metric: str) -> str:
+def judged_as(metric: str) -> str:
     """What a user waits for counts from when the request was to be sent."""
     return {"ttft": "ttft_intended", "e2e": "e2e_intended"}.get(metric, metric)
 

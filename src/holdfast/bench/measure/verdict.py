@@ -2,6 +2,7 @@
 
     client       the client kept up, so that the figures are the server's
     process      the server's own was there from the beginning to the end
+    rate         of a search for the knee by rates: one at least was kept
     requests     something was answered at peak
     errors       few enough failed, at peak and over the whole run
     slo          each objective, at its percentile, of enough requests for one
@@ -20,8 +21,9 @@ from collections.abc import Sequence
 import msgspec
 
 from holdfast.bench.client.worker import ClientReport
-from holdfast.bench.measure.figures import Figures
+from holdfast.bench.measure.figures import LATE_S, LATE_SHARE, Figures
 from holdfast.bench.measure.objectives import Objective
+from holdfast.bench.measure.rate_points import RatePoint, kept
 from holdfast.bench.measure.samples import ServerSample
 from holdfast.bench.measure.steadiness import Drift, Stall
 from holdfast.units import MIB, counted, format_bytes, format_duration
@@ -32,8 +34,6 @@ BUSY_SHARE = 0.9
 """Of a core: a client process beyond it reads late."""
 HELD_S = 0.5
 """A client process that was kept from running for longer has no figures of the server's."""
-LATE_S, LATE_SHARE = 0.02, 0.05
-"""A generator is behind when its P99 is later than this, and than this share of the median time to a first token."""
 STALL_S, STALL_GAPS = 1.0, 20
 """A stall is at least this long, and so many usual times between tokens."""
 LEAK_BYTES, LEAK_SHARE = 16 * MIB, 0.02
@@ -63,6 +63,8 @@ class BenchVerdict(msgspec.Struct, frozen=True, kw_only=True):
     checks: list[BenchCheck]
     safe_concurrency: int | None = None
     safe_reason: str = ""
+    safe_rate: float | None = None
+    """Of a search for the knee by rates: the highest that was kept, in requests a second."""
     advice: list[str] = []
     """Commands and flags, each planned before it is named; or why there are none."""
 
@@ -82,6 +84,7 @@ class RunEvidence(msgspec.Struct, frozen=True, kw_only=True):
     ram: Drift | None = None
     vram: Drift | None = None
     samples: Sequence[ServerSample] = ()
+    rate_points: Sequence[RatePoint] = ()
 
 
 class Allowed(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,6 +99,7 @@ def checks(evidence: RunEvidence, allowed: Allowed) -> list[BenchCheck]:
     found = [_client(evidence, allowed)]
     # Before what follows from it: of a server that has ended every later request fails.
     found += [] if evidence.same_process is None else [_process(same=evidence.same_process)]
+    found += [_rate(evidence.rate_points)] if evidence.rate_points else []
     found += [_requests(evidence), _errors(evidence, allowed)]
     found += [_objective(evidence, objective) for objective in allowed.objectives]
     found += [_stall(evidence)]
@@ -140,6 +144,17 @@ def _client(evidence: RunEvidence, allowed: Allowed) -> BenchCheck:
     if behind and ttft is not None:
         limit += f", {1e3 * max(LATE_S, LATE_SHARE * ttft.p50):.0f} ms"
     return BenchCheck(name=CLIENT, passed=not reason, measured=measured, limit=limit, reason=reason)
+
+
+def _rate(points: Sequence[RatePoint]) -> BenchCheck:
+    safe = kept(points)
+    return BenchCheck(
+        name="rate",
+        passed=safe is not None,
+        measured="none kept" if safe is None else f"{safe.rate:g} requests/s kept",
+        limit=f"{points[0].rate:g} requests/s",
+        reason="" if safe is not None else f"not even {points[0].rate:g} requests/s were kept: {points[0].missed}",
+    )
 
 
 def _requests(evidence: RunEvidence) -> BenchCheck:
@@ -205,9 +220,10 @@ def _objective(evidence: RunEvidence, objective: Objective) -> BenchCheck:
     if value is None or value > objective.seconds:
         reason = f"{measured} at {rank}, above {limit}"
     elif found is not None and found.count < (least := LEAST_VALUES[objective.percentile]):
+        longer = "--step" if evidence.rate_points else "--peak"
         reason = (
-            f"{found.count} values are too few for {rank}, which needs {least}: a longer --peak, or a lower percentile"
-            f" ({objective.metric}.p90=...)"
+            f"{found.count} values are too few for {rank}, which needs {least}: a longer {longer}, or a lower"
+            f" percentile ({objective.metric}.p90=...)"
         )
         measured, limit = f"{measured} of {counted(found.count, 'value')}", f"{limit}, of {least}"
     return BenchCheck(

@@ -15,11 +15,17 @@ import msgspec
 import numpy as np
 
 from holdfast.bench.measure.figures import Floats
-from holdfast.bench.result import BenchResult
+from holdfast.bench.measure.objectives import limits
+from holdfast.bench.result import BenchResult, RequestColumns
 
 DRAWS, CONFIDENCE = 1000, 0.99
 LEAST_BEYOND = 10
 """So many values must lie beyond a percentile for it to be compared: P99 needs 1,000."""
+
+ONE_RUN_EACH = (
+    "one run of each: the intervals do not cover what differs from run to run; repeat both, in turns (A B A B),"
+    " before you believe a small difference"
+)
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,10 +56,15 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 def compare(a: BenchResult, b: BenchResult, *, names: tuple[str, str] = ("A", "B"), seed: int = 0) -> Comparison:
     draw = np.random.default_rng(seed)
     found, left_out = list[Difference](), list[str]()
-    mine, theirs = _values(a), _values(b)
+    promised = limits(tuple(a.slo)) if _same_slo(a, b) else None
+    mine, theirs = _values(a, promised), _values(b, promised)
     for kind, ranks in _FIGURES.items():
+        if kind not in mine:
+            continue
         first, second = mine[kind], theirs[kind]
         fewest = min(len(first), len(second))
+        if kind == _GOODPUT:  # Of bins of time there are enough however few requests are in them.
+            fewest = min(fewest, len(mine[_ANSWERED]), len(theirs[_ANSWERED]))
         kept = [rank for rank in ranks if fewest * (100 - (rank or 50)) / 100 >= LEAST_BEYOND and first.any()]
         left_out += [_name(kind, rank) for rank in ranks if rank not in kept]
         if kept:
@@ -72,9 +83,10 @@ def compare(a: BenchResult, b: BenchResult, *, names: tuple[str, str] = ("A", "B
     )
 
 
-_ANSWERED = "answered"
+_ANSWERED, _GOODPUT = "answered", "good requests/s"
 _FIGURES: dict[str, tuple[float | None, ...]] = {
     _ANSWERED: (None,),
+    _GOODPUT: (None,),
     "output tokens/s": (None,),
     "ttft": (50, 99),
     "tpot": (50, 99),
@@ -88,25 +100,49 @@ def _name(kind: str, rank: float | None) -> str:
     return kind if rank is None else f"{kind} p{rank:g}"
 
 
-def _values(result: BenchResult) -> dict[str, Floats]:
-    """Of requests sent within what is judged, in their order; tokens by bins of time."""
+def _same_slo(a: BenchResult, b: BenchResult) -> bool:
+    """In whatever order it was said."""
+    return {*map(msgspec.structs.astuple, a.slo)} == {*map(msgspec.structs.astuple, b.slo)}
+
+
+def _values(result: BenchResult, promised: dict[str, float] | None) -> dict[str, Floats]:
+    """Of requests sent within what is judged, in their order; tokens and goodput by bins of time. `promised`: the most
+    seconds of a request; None: there is no goodput that both runs have."""
     begin, end = result.window_s
     columns, line = result.requests, result.timeline
     asked = [at for at, due in enumerate(columns.intended_s) if begin <= due < end and not columns.cancelled[at]]
     chosen = [at for at in asked if not columns.error[at]]
-    bins = [
-        rate
-        for place, rate in enumerate(line.output_tokens_per_s)
+    places = [
+        place
+        for place in range(len(line.output_tokens_per_s))
         if begin <= place * line.bin_s and (place + 1) * line.bin_s <= end
     ]
     found: dict[str, list[Any]] = {
         _ANSWERED: [float(not columns.error[at]) for at in asked],
-        "output tokens/s": bins,
+        "output tokens/s": [line.output_tokens_per_s[place] for place in places],
         "ttft": [columns.ttft_s[at] for at in chosen],
         "tpot": [columns.tpot_s[at] for at in chosen],
         "e2e": [columns.end_s[at] - columns.sent_s[at] for at in chosen],
     }
+    if promised is not None:
+        ends = [columns.end_s[at] for at in range(len(columns.end_s)) if _good(columns, at, promised)]
+        bins = (np.array(ends, dtype=np.float64) / line.bin_s).astype(np.int64)
+        counts = np.bincount(bins, minlength=len(line.output_tokens_per_s))
+        found[_GOODPUT] = [counts[place] / line.bin_s for place in places]
     return {name: np.array([value for value in values if value is not None]) for name, values in found.items()}
+
+
+def _good(columns: RequestColumns, at: int, promised: dict[str, float]) -> bool:
+    """As goodput is counted: from when the request was to be sent."""
+    first = columns.ttft_s[at]
+    if columns.error[at] or columns.cancelled[at] or first is None:
+        return False
+    waited = {
+        "ttft": columns.sent_s[at] + first - columns.intended_s[at],
+        "itl": columns.tpot_s[at] or 0.0,
+        "e2e": columns.end_s[at] - columns.intended_s[at],
+    }
+    return all(waited[name] <= most for name, most in promised.items())
 
 
 def _difference(kind: str, rank: float | None, first: Floats, second: Floats, changes: Floats) -> Difference:
@@ -145,9 +181,11 @@ def _drawn_anew(values: Floats, ranks: Sequence[float | None], draw: np.random.G
 
 def _warnings(a: BenchResult, b: BenchResult) -> Iterator[str]:
     ignored = ("words_per_token", "template_tokens", "workers")
-    for name in a.load.keys() | b.load.keys():
+    for name in a.load.keys() & b.load.keys():  # A file of an earlier version has not all of them.
         if name not in ignored and a.load.get(name) != b.load.get(name):
             yield f"the loads differ: {name} is {_said(a.load.get(name))} and {_said(b.load.get(name))}"
+    if not _same_slo(a, b):
+        yield f"the SLOs differ, and goodput is not compared: {_slo(a)} and {_slo(b)}"
     for word, result in (("A", a), ("B", b)):
         client = next((check for check in result.verdict.checks if check.name == "client" and not check.passed), None)
         if client is not None:
@@ -157,6 +195,11 @@ def _warnings(a: BenchResult, b: BenchResult) -> Iterator[str]:
                 f"{word}: {result.peak.failed:,} of {result.peak.requests:,} requests failed, and failures are in none"
                 " of the latencies"
             )
+
+
+def _slo(result: BenchResult) -> str:
+    said = [f"{one.metric}.{one.percentile.replace('_', '.')}={1e3 * one.seconds:g}ms" for one in result.slo]
+    return ",".join(said) or "none"
 
 
 def _said(value: object) -> str:
@@ -177,9 +220,14 @@ def compare_lines(found: Comparison) -> Iterator[str]:
         )
         yield f"{one.name:<18}{values}{one.change:>+14.1%}   {one.low:+.1%} to {one.high:+.1%}: {one.verdict}"
     if found.left_out:
-        yield f"not compared, of too few requests (P99 needs 1,000, a median 20): {', '.join(found.left_out)}"
+        yield (
+            "not compared, of too few requests (P99 needs 1,000, a median 20) or of none at all in A:"
+            f" {', '.join(found.left_out)}"
+        )
     for warning in sorted(found.warnings):
         yield f"note: {warning}"
+    if found.differences:
+        yield f"note: {ONE_RUN_EACH}"
     yield ""
     if not found.differences:
         yield "nothing to compare: both runs need at least 20 requests answered at peak"

@@ -8,7 +8,7 @@ from html import escape
 
 from holdfast.bench.measure.figures import NAMES
 from holdfast.bench.report.plots import Plot, Series, svg
-from holdfast.bench.report.text import ROWS, load_line, server_line
+from holdfast.bench.report.text import ROWS, load_line, safe_line, server_line
 from holdfast.bench.result import BenchResult
 from holdfast.units import MIB
 
@@ -74,10 +74,8 @@ def _verdict(result: BenchResult) -> str:
     word, kind = ("PASS", "pass") if verdict.passed else ("FAIL", "fail")
     if result.interrupted:  # Neither: what was to be judged did not take place.
         word, kind = "NONE", "none"
-    safe = (
-        f"safe: {verdict.safe_concurrency or 'unknown'} at once ({verdict.safe_reason})" if verdict.safe_reason else ""
-    )
-    said = "".join(f"<p>{escape(line)}</p>" for line in (verdict.reason, safe, *verdict.advice) if line)
+    lines = (verdict.reason, safe_line(result), *verdict.advice)
+    said = "".join(f"<p>{escape(line)}</p>" for line in lines if line)
     return f'<div class="verdict {kind}"><strong>{word}</strong>{said}</div>'
 
 
@@ -217,7 +215,36 @@ def against_load(result: BenchResult) -> list[Plot]:
             log_x=True,
         ),
     ]
-    return [plot for plot in plots if len(plot.series[0].x) > 1]
+    return [plot for plot in (*_against_rate(result), *plots) if len(plot.series[0].x) > 1]
+
+
+def _against_rate(result: BenchResult) -> list[Plot]:
+    """Of a search for the knee by rates."""
+    points, turn = result.rate_points, result.rate_knee
+    rates = [point.rate for point in points]
+    marks = [] if turn is None else [(turn.rate, f"knee at {turn.rate:g} requests/s")]
+    drawn = [
+        (
+            "Requests answered by requests offered",
+            "requests/s",
+            [
+                Series("answered", rates, [point.answered_per_s for point in points]),
+                Series("offered", rates, [point.offered_per_s for point in points]),
+            ],
+        ),
+        (
+            "Time to first token by requests/s",
+            "ms",
+            [
+                Series("p50", rates, [_ms(point.ttft_p50_s) for point in points]),
+                Series("p99", rates, [_ms(point.ttft_p99_s) for point in points]),
+            ],
+        ),
+    ]
+    return [
+        Plot(title=title, x_label="requests/s", y_label=unit, series=series, marks=marks)
+        for title, unit, series in drawn
+    ]
 
 
 def _ms(value: float | None) -> float | None:

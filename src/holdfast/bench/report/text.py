@@ -16,6 +16,7 @@ ROWS = (
     ("lag", "sent late by"),
 )
 WIDTH = 12
+TIMES = {2.0: "twice", 0.5: "half"}
 USUAL_BLOCK = 16
 """Tokens that a prefix cache counts by."""
 
@@ -47,27 +48,41 @@ def lines(result: BenchResult) -> Iterator[str]:
     if server := server_line(result):
         yield ""
         yield f"{'server':<24}{server}"
-    yield from _points(result)
+    yield from _rate_points(result) if result.rate_points else _points(result)
     yield ""
     for check in result.verdict.checks:
         mark = "ok  " if check.passed else "FAIL"
         yield f"  {mark} {check.name:<24}{check.measured:>24}   (limit {check.limit})"
     yield ""
     yield f"{'PASS' if result.verdict.passed else 'NONE' if result.interrupted else 'FAIL'}: {result.verdict.reason}"
-    if result.verdict.safe_concurrency is not None:
-        yield f"  safe: {result.verdict.safe_concurrency} at once ({result.verdict.safe_reason})"
-    elif result.verdict.safe_reason:
-        yield f"  safe: unknown, {result.verdict.safe_reason}"
+    if safe := safe_line(result):
+        yield f"  {safe}"
     for advice in result.verdict.advice:
         yield f"  {advice}"
 
 
+def safe_line(result: BenchResult) -> str:
+    """Empty: nothing can be said of it."""
+    verdict = result.verdict
+    if result.rate_points:  # Why it is no more stands beside the knee.
+        return "" if verdict.safe_rate is None else f"safe: {verdict.safe_rate:g} requests/s"
+    if verdict.safe_concurrency is not None:
+        return f"safe: {verdict.safe_concurrency} at once ({verdict.safe_reason})"
+    return f"safe: unknown, {verdict.safe_reason}" if verdict.safe_reason else ""
+
+
 def load_line(result: BenchResult) -> str:
     load = result.load
+    begin, end = result.window_s
+    judged = f"figures are of seconds {begin:.0f} to {end:.0f}"
+    if rates := load.get("rates"):
+        seconds = result.phases[0]["seconds"]
+        search = f"open loop, {rates[0]:g} to {rates[-1]:g} requests/s, {load['arrivals']}, {seconds:g} s each"
+        return f"{search}; {judged}, at {result.peak.requests / (end - begin):.3g} requests/s"
     if load["loop"] == "closed":
         how = f"closed loop, {load['concurrency']} at once"
     elif load["loop"] == "replay":
-        how = f"replay of {counted(load['replayed'], 'request')} at their own times"
+        how = f"replay of {counted(load['replayed'], 'request')} at their own times{_faster(load.get('speed', 1.0))}"
     elif load["rate"] is None:
         how = "open loop, all at once"
     else:
@@ -75,8 +90,13 @@ def load_line(result: BenchResult) -> str:
     phases = ", ".join(
         f"{phase['name']} {phase['seconds']:g} s" for phase in result.phases if phase["seconds"] is not None
     )
-    begin, end = result.window_s
-    return f"{how}{'; ' + phases if phases else ''}; figures are of seconds {begin:.0f} to {end:.0f}"
+    return f"{how}{'; ' + phases if phases else ''}; {judged}"
+
+
+def _faster(speed: float) -> str:
+    if speed == 1:
+        return ""
+    return f", {TIMES.get(speed, f'{speed:g} times')} as fast"
 
 
 def _cached(peak: Figures) -> str:
@@ -135,6 +155,20 @@ def server_line(result: BenchResult) -> str:
     if power:
         told.append(f"{sum(power) / len(power):,.0f} W on average")
     return ", ".join(told)
+
+
+def _rate_points(result: BenchResult) -> Iterator[str]:
+    yield ""
+    heads = ("answered/s", "output tok/s", "ttft p50 ms", "ttft p99 ms", "itl p50 ms", "itl p99 ms")
+    yield f"{'requests/s':<24}" + "".join(f"{name:>{WIDTH + 2}}" for name in heads)
+    for point in result.rate_points:
+        values = (point.ttft_p50_s, point.ttft_p99_s, point.itl_p50_s, point.itl_p99_s)
+        cells = ["-" if point.answered_per_s is None else f"{point.answered_per_s:,.2f}"]
+        cells += [f"{point.output_tokens_per_s:,.1f}"]
+        cells += ["-" if value is None else f"{1e3 * value:,.2f}" for value in values]
+        mark = "  <- knee" if point == result.rate_knee else f"  {point.missed}" if point.missed else ""
+        asked = f"{point.rate:g} ({point.offered_per_s:.3g} sent)"
+        yield f"{asked:<24}" + "".join(f"{cell:>{WIDTH + 2}}" for cell in cells) + mark
 
 
 def _points(result: BenchResult) -> Iterator[str]:

@@ -45,6 +45,7 @@ EXAMPLES = """examples:
   holdfast bench smollm2 --concurrency 8 --peak 30s                      start a server first, 42 s of load
   holdfast bench URL --rate 10 --arrivals bursts --burst 20              open loop: sent whether it keeps up or not
   holdfast bench URL --find-knee --concurrency 128                       1, 2, 4 ... 128 at once
+  holdfast bench URL --find-knee --rate 20 --slo ttft=500ms              2, 4, 6 ... 20 requests/s
   holdfast bench URL --traffic access.log                                replay, at the log's own times
   holdfast bench URL --prompt 100-4000 --output 50-500 --prefix-tokens 1000 --prefix-share 50%
   holdfast bench URL --save a.json --html a.html                         keep it; plots
@@ -88,7 +89,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load = parser.add_argument_group("load")
     load.add_argument("--concurrency", type=_positive, metavar="N", help="closed loop: so many at once (default: 16)")
     load.add_argument(
-        "--rate", type=_positive_float, metavar="R", help="open loop: requests a second, sent in any case"
+        "--rate",
+        type=_rate,
+        metavar="R",
+        help="open loop: requests a second, sent in any case; inf: all --requests at once; of --find-knee also A-B",
     )
     load.add_argument(
         "--arrivals", choices=("poisson", "constant", "bursts"), help="of an open loop (default: poisson)"
@@ -100,7 +104,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--peak", metavar="TIME", help="at full load, which is judged (default: 5m)")
     load.add_argument("--down", metavar="TIME", help="while load falls (default: as --up)")
     load.add_argument("--requests", type=_positive, metavar="N", help="end after so many, instead of after a time")
-    load.add_argument("--find-knee", action="store_true", help="1, 2, 4 ... up to --concurrency (default: 64) at once")
+    load.add_argument(
+        "--find-knee",
+        action="store_true",
+        help="1, 2, 4 ... up to --concurrency (default: 64) at once; with --rate: ten rates, until one is missed",
+    )
     load.add_argument("--step", metavar="TIME", help="at each of these (default: 15s)")
     load.add_argument("--traffic", metavar="FILE", help="replay an access log or any JSON lines with tokens and times")
     load.add_argument("--speed", type=_positive_float, metavar="X", help="of the replay (default: 1)")
@@ -163,6 +171,16 @@ def _positive_float(text: str) -> float:
         if float(text) > 0:
             return float(text)
     raise argparse.ArgumentTypeError("must be a number above 0")
+
+
+def _rate(text: str) -> tuple[float | None, float]:
+    """`4`, or `4-12` of a search: the lowest, where it was said, and the highest."""
+    low, _, high = text.partition("-")
+    with contextlib.suppress(argparse.ArgumentTypeError):
+        return None, _positive_float(text)
+    with contextlib.suppress(argparse.ArgumentTypeError):
+        return _positive_float(low), _positive_float(high)
+    raise argparse.ArgumentTypeError("must be a number above 0, or of --find-knee two with a dash between them")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -64,7 +64,8 @@ def load_rank(
     own, layout = rank_spec(spec, *plan.engine.part_of(rank)), plan.engine.layout_of(rank)
     if collectives is not None:
         rows = head_rows(spec.vocab_size, plan.limits.max_num_seqs)
-        share = RankShare(collectives, [shard.vocab for shard in plan.engine.shards], rows, dtype)
+        vocab, kv_heads = zip(*((shard.vocab, shard.kv_heads) for shard in plan.engine.shards), strict=True)
+        share = RankShare(collectives, vocab, rows, dtype, kv_heads)
     stored = contextlib.nullcontext() if config.load_format == "dummy" else open_checkpoint(files)
     with stored as checkpoint, compute_threads(threads).computing():
         warm_up(dtype, CPU)
@@ -97,6 +98,7 @@ def load_rank(
         threads=compute_threads(threads, torch_share(weights) if by_kernels else 1.0),
         share=share,
         stage=stage,
+        whole=spec,
     )
     return LoadedRank(runner, before, held(), () if slots is None else (slots.decision(),))
 

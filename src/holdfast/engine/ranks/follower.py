@@ -52,6 +52,20 @@ def _follower(start: messages.StartRank) -> type[Follower]:
     return GpuFollower
 
 
+class AskedPlaces:
+    """Of one rank: which step has asked for each place last."""
+
+    def __init__(self) -> None:
+        self._steps: dict[int, int] = {}
+
+    def note(self, plan: StepPlan) -> None:
+        for asked in plan.fetches:
+            self._steps[asked.place] = plan.step_id
+
+    def pop(self, place: int) -> int:
+        return self._steps.pop(place)
+
+
 class CpuFollower(Follower):
     def _load(self, start: messages.StartRank) -> None:
         config = EngineConfig(**start.config)  # type: ignore[arg-type]
@@ -62,7 +76,7 @@ class CpuFollower(Follower):
             self._link.meet(Meeting(store, start.host, start.key), all_by_gloo=config.disable_custom_all_reduce)
         stage = self._link.stage
         model = find_model(config, progress=False, text=False)
-        self._config, self._files = config, model.files
+        self._config, self._files, self._asked = config, model.files, AskedPlaces()
         self._member: LoadedRank = load_rank(
             config,
             model.files,
@@ -78,7 +92,9 @@ class CpuFollower(Follower):
         self._say(messages.RankLoaded(self._member.runner.weights_bytes))
 
     def _execute(self, plan: StepPlan) -> None:
-        self._member.runner.execute(plan)
+        self._asked.note(plan)
+        for arrival in self._member.runner.execute(plan).adapters:
+            self._say(messages.AdapterSettled(self._asked.pop(arrival.place), arrival))
 
     def _note_sampled(self, sampled: messages.Sampled) -> None:
         """Other stages are told with each plan as much as they need to know of it."""
@@ -94,7 +110,10 @@ class CpuFollower(Follower):
             return True
         if isinstance(order, messages.FindScales):
             find_kv_scales(self._config, self._files, runner)
-        elif isinstance(order, messages.BackKV):
+            scales = runner.kv_scales
+            self._say(messages.ScalesFound(list(scales.keys), list(scales.values)))
+            return True
+        if isinstance(order, messages.BackKV):
             runner.back_kv(order.blocks, order.most_blocks)
         elif isinstance(order, messages.ResizePool):
             runner.resize_kv(order.blocks)

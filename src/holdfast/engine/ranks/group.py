@@ -41,6 +41,7 @@ LEAVE_S = 3.0
 """For ranks to end in order, before they are killed."""
 KILLED_S = 10.0
 ANSWER_LOOK_S = 0.2
+SETTLED_LOOK_S = 0.001
 AHEAD, HALF = 1 << 20, 1 << 31
 """That all ranks go on with their counts after a step was left, further than any of them can have come; and half of the
 numbers that a count has."""
@@ -84,6 +85,7 @@ class RankGroup:
             GpuRankLink() if plan.engine.rank_gpus else RankLink(self._segment, 0, self._look, self.spread.nodes)
         )
         self._progress, self._progressed_s = [0], 0.0
+        self._settled = list[tuple[int, messages.AdapterSettled]]()
         try:
             for number in own:
                 self._ranks.append(RankProcess(number, self._segment, self._on_end))
@@ -198,8 +200,35 @@ class RankGroup:
                 return heard
             if isinstance(heard, messages.RankFailed):
                 raise _told(rank, heard)
+            if isinstance(heard, messages.AdapterSettled):
+                self._settled.append((rank.number, heard))
+                continue
             if on_loading is not None:
                 on_loading()
+
+    def settled_adapters(self, wait_s: float) -> list[tuple[int, messages.AdapterSettled]]:
+        """What ranks have said of LoRA adapters since it was asked last, each with its number. Waits so long at most
+        for a first word."""
+        until_s = time.monotonic() + wait_s
+        while True:
+            for rank in self._ranks:
+                while rank.connection.poll(0.0):
+                    self._settled.append((rank.number, self._said_of_adapter(rank)))
+            if self._settled or time.monotonic() >= until_s:
+                break
+            time.sleep(SETTLED_LOOK_S)
+        found, self._settled = self._settled, []
+        return found
+
+    def _said_of_adapter(self, rank: RankHandle) -> messages.AdapterSettled:
+        try:
+            heard = messages.decode_from_rank(rank.connection.recv_bytes())
+        except (EOFError, OSError):
+            raise self._died(rank) from None
+        if isinstance(heard, messages.RankFailed):
+            raise _told(rank, heard)
+        assert isinstance(heard, messages.AdapterSettled), "nothing else is said without being asked"
+        return heard
 
     def explained(self, error: EngineError) -> EngineError:
         """Of what failed in this rank because another did: the end of that one, which may be heard of a little later,

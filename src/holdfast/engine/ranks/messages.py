@@ -12,7 +12,7 @@ from collections.abc import Callable
 import msgspec
 
 from holdfast.planner import Plan
-from holdfast.records import Failure, StepPlan
+from holdfast.records import AdapterArrival, Failure, StepPlan
 
 STEP, ORDER, SAMPLED = b"\x00", b"\x01", b"\x02"
 
@@ -119,8 +119,23 @@ class Measured(msgspec.Struct, frozen=True, tag=True):
     """Of that, of KV pages so far."""
 
 
+class ScalesFound(msgspec.Struct, frozen=True, tag=True):
+    """Of a KV cache in FP8, those of the layers that this rank has."""
+
+    keys: list[float]
+    values: list[float]
+
+
 class Done(msgspec.Struct, frozen=True, tag=True):
     """An order has been followed."""
+
+
+class AdapterSettled(msgspec.Struct, frozen=True, tag=True):
+    """A LoRA adapter is in its place on this rank, or why not."""
+
+    asked_in: int
+    """The step whose plan asked for it: another may have asked for the place since."""
+    arrival: AdapterArrival
 
 
 class RankFailed(msgspec.Struct, frozen=True, tag=True):
@@ -130,7 +145,18 @@ class RankFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 Order = ProfileStep | FindScales | BackKV | ResizePool | Serve | Leave
-FromRank = RankHere | RankOpened | RankJoined | RankLoading | RankLoaded | Measured | Done | RankFailed
+FromRank = (
+    RankHere
+    | RankOpened
+    | RankJoined
+    | RankLoading
+    | RankLoaded
+    | Measured
+    | ScalesFound
+    | Done
+    | AdapterSettled
+    | RankFailed
+)
 
 encode = msgspec.msgpack.Encoder().encode
 decode_start: Callable[[bytes], StartRank] = msgspec.msgpack.Decoder(StartRank).decode

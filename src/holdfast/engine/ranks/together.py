@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from holdfast.checkpoints import ModelFiles
@@ -18,6 +18,7 @@ from holdfast.engine.ranks.messages import Measured
 from holdfast.engine.ranks.runner import RankedRunner
 from holdfast.engine.startup.kv_scales import find_kv_scales
 from holdfast.errors import EngineDiedError
+from holdfast.execution.kv_scales import KVScales
 from holdfast.execution.parallel.sockets.gloo import GlooCollectives
 from holdfast.execution.runner import Runner
 from holdfast.models import ModelSpec
@@ -72,9 +73,16 @@ class LoadedRanks:
         if self.group is not None:
             self.group.order(messages.FindScales())
         found = find_kv_scales(config, files, self.runner)
-        if self.group is not None:
-            self.group.answers(messages.Done)
-        return found
+        if self.group is None:
+            return found
+        others, stage = self.group.answers(messages.ScalesFound), self.group.link.stage
+        if stage is None:
+            return found
+        # One rank of each stage: all of its ranks have the same.
+        every = [self.runner.kv_scales, *others[stage.ranks_each - 1 :: stage.ranks_each]]
+        keys, values = ([scale for one in every for scale in getattr(one, part)] for part in ("keys", "values"))
+        said = KVScales(tuple(keys), tuple(values)).described()
+        return tuple(replace(decision, value=said) for decision in found)
 
     def rows(self, spec: ModelSpec, plan: Plan, measured: Sequence[Measured]) -> list[RankMemory]:
         """What each rank has, where there are several."""

@@ -33,7 +33,7 @@ def find_kv_scales(config: EngineConfig, files: ModelFiles, runner: Runner | Gpu
         return ()
     if config.load_format != "dummy" and not config.calculate_kv_scales:
         with open_checkpoint(files) as checkpoint:
-            stored = stored_kv_scales(checkpoint, len(runner.spec.layers))
+            stored = stored_kv_scales(checkpoint, [layer.index for layer in runner.spec.layers])
         if stored is not None:
             runner.use_kv_scales(stored)
             if any(tensor.name.endswith(".k_bias") and not tensor.optional for tensor in runner.spec.tensors):

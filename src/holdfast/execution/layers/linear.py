@@ -5,14 +5,15 @@ Every method can write x·Wᵀ (+ bias) into a buffer, or add it to one: the res
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
-from holdfast.execution.layers.rounding import rounded_inputs
+from holdfast.execution.layers.rounding import input_scales, rounded_inputs
 from holdfast.execution.weights.gguf_blocks import QuantizedMatrix
 from holdfast.execution.weights.scaled_matrix import ScaledMatrix
+from holdfast.footprint.scaled_layouts import ScaledLayout
 
 TILE_BYTES = 2 << 20
 """Of the float tile a quantized product expands at a time: small enough to be still in cache when it is used."""
@@ -126,6 +127,42 @@ def quantized_inputs(x: torch.Tensor, matrix: QuantizedMatrix | ScaledMatrix) ->
     if isinstance(matrix, QuantizedMatrix) or matrix.layout.inputs == "plain":
         return x
     return rounded_inputs(x, matrix.layout, matrix.inputs)
+
+
+class DividedLinear:
+    """One rank's columns of a matrix whose inputs are rounded with one scale for all of a row. `base`: takes inputs
+    that are divided by it; without the bias, which is not. `largest`: of each row [rows, columns] the largest size that
+    any rank has, float32 [rows, 1]; None: its ranks are not known yet."""
+
+    def __init__(
+        self,
+        base: Linear,
+        layout: ScaledLayout,
+        bias: torch.Tensor | None,
+        largest: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        self.base, self.layout, self.bias, self._largest = base, layout, bias, largest
+        self.rows, self.columns = base.rows, base.columns
+
+    @property
+    def nbytes(self) -> int:
+        return self.base.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def among(self, largest: Callable[[torch.Tensor], torch.Tensor]) -> DividedLinear:
+        return DividedLinear(self.base, self.layout, self.bias, largest)
+
+    def write(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        assert self._largest is not None, "of a rank that is among others"
+        scales = input_scales(self._largest(x), self.layout)
+        self.base.write(x / scales, out)
+        out.mul_(scales)
+        if self.bias is not None:
+            out += self.bias
+
+    def add(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        product = torch.empty_like(out)
+        self.write(x, product)
+        out += product
 
 
 class StackedLinear:

@@ -33,19 +33,19 @@ def _round(x: torch.Tensor, layout: ScaledLayout, stored_scale: torch.Tensor | N
     largest = LARGEST[layout.inputs]
     shape = (len(x), -1, layout.input_group or x.shape[1])
     groups = x.float().reshape(shape)
-    if stored_scale is None:
-        most = groups.abs().amax(-1, keepdim=True)
-        if layout.input_bound:
-            # A row that is not finite stays so.
-            most = torch.where(most.isfinite(), most.clamp(max=layout.input_bound), most)
-        scales = (most / largest).clamp_(min=_LEAST_SCALE)
-        if layout.input_powers:
-            scales = power_of_two_above(scales)
-    else:
-        scales = stored_scale
+    scales = input_scales(groups.abs().amax(-1, keepdim=True), layout) if stored_scale is None else stored_scale
     scaled = (groups / scales).clamp_(-largest if layout.inputs == "fp8" else -largest - 1, largest)
     codes = scaled.to(torch.float8_e4m3fn).float() if layout.inputs == "fp8" else scaled.round_()
     torch.mul(codes, scales, out=out.view(shape))
+
+
+def input_scales(most: torch.Tensor, layout: ScaledLayout) -> torch.Tensor:
+    """What inputs are divided by whose largest are these, in float32."""
+    if layout.input_bound:
+        # A row that is not finite stays so.
+        most = torch.where(most.isfinite(), most.clamp(max=layout.input_bound), most)
+    scales = (most / LARGEST[layout.inputs]).clamp_(min=_LEAST_SCALE)
+    return power_of_two_above(scales) if layout.input_powers else scales
 
 
 def power_of_two_above(scales: torch.Tensor) -> torch.Tensor:

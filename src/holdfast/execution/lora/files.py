@@ -1,6 +1,8 @@
 """The files of a LoRA adapter as one flat row of numbers: both factors of every site, padded to one rank.
 
-What B is multiplied by is folded into it. Knows files and rows; not which row is whose, nor when one is read.
+What B is multiplied by is folded into it. Of a model that several ranks have, a rank's row has what belongs to its part
+of each matrix: of rows that is so much of B, of columns so much of A. Knows files and rows; not which row is whose, nor
+when one is read.
 """
 
 from __future__ import annotations
@@ -12,11 +14,12 @@ from pathlib import Path
 import torch
 
 from holdfast.checkpoints.checkpoint import Checkpoint
-from holdfast.checkpoints.lora.adapter import Adapter, changed, not_finite, read_adapter, stamp
+from holdfast.checkpoints.lora.adapter import Adapter, adaptable, changed, not_finite, read_adapter, stamp
 from holdfast.errors import CheckpointError
 from holdfast.execution.weights.gguf_blocks import expand_into
 from holdfast.footprint.lora import Site, place_elements, places_rank, sites
 from holdfast.models import ModelSpec
+from holdfast.models.spec import ShardPiece
 from holdfast.records.lora import AdapterRef
 
 Changes = frozenset[tuple[int, str]]
@@ -25,8 +28,11 @@ Writing = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 class AdapterFiles:
-    def __init__(self, spec: ModelSpec, max_rank: int, dtype: torch.dtype) -> None:
-        self._spec, self._max_rank, self._dtype = spec, max_rank, dtype
+    """`whole`: the model that the adapters are for, where `spec` is one rank's part of it."""
+
+    def __init__(self, spec: ModelSpec, max_rank: int, dtype: torch.dtype, whole: ModelSpec | None = None) -> None:
+        self._whole, self._max_rank, self._dtype = whole or spec, max_rank, dtype
+        self._pieces = {tensor.name: tensor.piece for tensor in adaptable(spec).values()}
         self._rank, self._sites = places_rank(max_rank), sites(spec)
         self.elements = place_elements(spec, max_rank)
 
@@ -34,7 +40,7 @@ class AdapterFiles:
         """Fills `target` [elements]. Raises what is wrong with the files; the target then holds anything. May be called
         by any thread. `writing`: around each write to the target, and around nothing that reads files."""
         adapter = read_adapter(
-            Path(ref.path), self._spec, name=ref.name, model="the served model", max_rank=self._max_rank
+            Path(ref.path), self._whole, name=ref.name, model="the served model", max_rank=self._max_rank
         )
         if adapter.stamp != ref.stamp:
             raise changed(ref.name)
@@ -69,7 +75,8 @@ class AdapterFiles:
                     factors = adapter.factors.get(name)
                     if factors is not None:
                         inner = part * self._rank
-                        read_a, read_b = numbers(factors.a.name), numbers(factors.b.name) * factors.scale
+                        read_a = _own(numbers(factors.a.name), 1, self._pieces[name])
+                        read_b = _own(numbers(factors.b.name), 0, self._pieces[name]) * factors.scale
                         with writing():
                             a[0, inner : inner + factors.rank].copy_(read_a)
                             b[0, first : first + rows, : factors.rank].copy_(read_b)
@@ -86,3 +93,10 @@ class AdapterFiles:
             found.append((site, a, b))
             first = end
         return found
+
+
+def _own(factor: torch.Tensor, axis: int, piece: ShardPiece | None) -> torch.Tensor:
+    """What a rank has of it: B has the matrix's rows, A its columns. The other factor is each rank's whole."""
+    if piece is None or piece.axis != axis:
+        return factor
+    return torch.cat([factor.narrow(axis, first, last - first) for first, last in piece.ranges], axis)

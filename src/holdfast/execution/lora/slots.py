@@ -78,11 +78,19 @@ class _Fetch:
 
 
 class AdapterPlaces:
-    """`places` [places, elements] never moves: kernels and graphs may keep its address."""
+    """`places` [places, elements] never moves: kernels and graphs may keep its address. `whole`: the model, where
+    `spec` is one rank's part of it."""
 
-    def __init__(self, spec: ModelSpec, limits: LoraLimits, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        limits: LoraLimits,
+        dtype: torch.dtype,
+        device: torch.device,
+        whole: ModelSpec | None = None,
+    ) -> None:
         self.limits, self._device = limits, device
-        self._files = AdapterFiles(spec, limits.max_rank, dtype)
+        self._files = AdapterFiles(spec, limits.max_rank, dtype, whole)
         self.places = exact_tensor((limits.max_loras, self._files.elements), dtype, device).zero_()
         rows = copy_rows(limits.cached, on_cpu=self._on_cpu)
         self._copies = exact_tensor((rows, self._files.elements), dtype, torch.device("cpu")).zero_()

@@ -89,6 +89,18 @@ def whole_of(tensor: TensorSpec) -> TensorSpec:
     return replace(tensor, shape=whole, experts=whole[0] if tensor.experts else 0, piece=None)
 
 
+def fill_cut(matrix: ScaledMatrix, first: int, tensor: TensorSpec, fill: Callable[[ScaledMatrix, int], None]) -> None:
+    """`fill` makes all rows of codes from the row on that it is told: for rows first, first+1, ... of `matrix`. Of a
+    rank the whole for a moment, because formats have their own orders of codes, and scales of whole rows."""
+    if tensor.cut is None:
+        fill(matrix, first)
+        return
+    rows, columns = tensor.cut.whole[-2:]
+    whole = ScaledMatrix(matrix.layout, rows, columns, matrix.codes.device)
+    fill(whole, 0)
+    cut_scaled(matrix, first, whole, tensor)
+
+
 def cut_scaled(matrix: ScaledMatrix, first: int, whole: ScaledMatrix, tensor: TensorSpec) -> None:
     """This rank's part of `whole`, to rows first, first+1, ... of `matrix`: codes, and the scales of their groups."""
     piece, layout = tensor.cut, matrix.layout

@@ -22,12 +22,17 @@ NOT_SAMPLED = -1
 
 class RankShare:
     """`vocab`: of every rank, the first row of embedding and head that it has and the one behind its last. `rows`:
-    whose logits are computed at a time."""
+    whose logits are computed at a time. `kv_heads`: of every rank, likewise; for models that norm all heads as one."""
 
     def __init__(
-        self, collectives: Collectives, vocab: Sequence[tuple[int, int]], rows: int, dtype: torch.dtype
+        self,
+        collectives: Collectives,
+        vocab: Sequence[tuple[int, int]],
+        rows: int,
+        dtype: torch.dtype,
+        kv_heads: Sequence[tuple[int, int]] = (),
     ) -> None:
-        self.collectives = collectives
+        self.collectives, self.kv_heads = collectives, kv_heads
         self._first, self._last = vocab[collectives.rank]
         self.widths = [last - first for first, last in vocab]
         self._logits = torch.empty((rows, self._last - self._first), dtype=dtype)

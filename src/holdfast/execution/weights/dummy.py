@@ -39,11 +39,11 @@ def fill_dummy(target: torch.Tensor, tensor: TensorSpec, *, tied: bool) -> None:
     target.uniform_(-reach, reach, generator=generator)
 
 
-def fill_dummy_codes(matrix: ScaledMatrix, first: int, rows: int, tensor: TensorSpec) -> None:
-    """Rows first, first+1, ... of a quantized matrix: random codes, and scales that give them the same spread. The
-    order of columns is as it is, and inputs are divided by a scale that holds unit-size vectors."""
-    layout = matrix.layout
-    generator = _generator(f"{tensor.name}, rows from {first}", matrix.codes.device)
+def fill_dummy_codes(matrix: ScaledMatrix, first: int, tensor: TensorSpec, expert: int | None = None) -> None:
+    """Rows first, first+1, ... of a quantized matrix, or of one expert's: random codes, and scales that give them the
+    same spread. The order of columns is as it is, and inputs are divided by a scale that holds unit-size vectors."""
+    layout, rows = matrix.layout, tensor.shape[-2]
+    generator = _generator(f"{tensor.name}, expert {expert}", matrix.codes.device)
     reach = (3 / tensor.shape[-1]) ** 0.5
     step = max(1, tile_elements(_TILE_ELEMENTS, matrix.codes.device) // matrix.columns)
     for start in range(first, first + rows, step):
@@ -66,7 +66,7 @@ def fill_dummy_codes(matrix: ScaledMatrix, first: int, rows: int, tensor: Tensor
         matrix.zeros[first // high : -(-(first + rows) // high)] = 8 if layout.codes == "int4" else 0
     if matrix.order is not None:
         matrix.order.copy_(torch.arange(matrix.columns, dtype=torch.int32))
-    if matrix.inputs is not None:
+    if matrix.inputs is not None and not layout.divided_inputs:
         matrix.inputs.fill_(_STATIC_INPUTS[layout.inputs])
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 
 import numpy
 
@@ -28,8 +29,8 @@ def is_kv_scale(name: str) -> bool:
     return _NAME.search(name) is not None
 
 
-def stored_kv_scales(checkpoint: Checkpoint, layers: int) -> KVScales | None:
-    """None: the checkpoint has none. One that has them for some layers only is refused."""
+def stored_kv_scales(checkpoint: Checkpoint, layers: Sequence[int]) -> KVScales | None:
+    """Of these layers, by number. None: the checkpoint has none. One that has them for some only is refused."""
     keys, values = dict[int, tuple[float, str]](), dict[int, tuple[float, str]]()
     for name in checkpoint.tensors:
         found = _NAME.search(name)
@@ -50,18 +51,16 @@ def stored_kv_scales(checkpoint: Checkpoint, layers: int) -> KVScales | None:
     if not keys and not values:
         return None
     for what, scales in (("k_scale", keys), ("v_scale", values)):
-        missing = [layer for layer in range(layers) if layer not in scales]
+        missing = [layer for layer in layers if layer not in scales]
         if missing:
             raise CheckpointError(
                 f"the checkpoint has scales of the KV cache, but no {what} of layer {missing[0]}",
-                needed=f"a {what} for each of {layers} layers",
-                found=f"{len(scales)}",
+                needed=f"a {what} for each of {len(layers)} layers",
+                found=f"{len(layers) - len(missing)}",
                 fix="--kv-cache-dtype bfloat16, or a checkpoint with all of them",
                 field="kv_cache_dtype",
             )
-    return KVScales(
-        tuple(keys[layer][0] for layer in range(layers)), tuple(values[layer][0] for layer in range(layers))
-    )
+    return KVScales(tuple(keys[layer][0] for layer in layers), tuple(values[layer][0] for layer in layers))
 
 
 def _read(checkpoint: Checkpoint, name: str) -> float:

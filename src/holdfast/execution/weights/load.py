@@ -19,13 +19,20 @@ from holdfast.checkpoints.files import StoredTensor
 from holdfast.checkpoints.validation.match import match
 from holdfast.errors import CheckpointError
 from holdfast.execution.device import packs_weights
-from holdfast.execution.layers.linear import DenseLinear, Linear, PackedLinear, QuantizedLinear, StackedLinear
+from holdfast.execution.layers.linear import (
+    DenseLinear,
+    DividedLinear,
+    Linear,
+    PackedLinear,
+    QuantizedLinear,
+    StackedLinear,
+)
 from holdfast.execution.loading.embedding import load_embedding
 from holdfast.execution.loading.expert_reads import ExpertReads
 from holdfast.execution.loading.staged_reads import StagedReads, expected_names, staged_reads
 from holdfast.execution.memory import MakeTensor, PeakMemory, exact_tensor, trim_memory
 from holdfast.execution.native import BlockMatrix
-from holdfast.execution.parallel.pieces import cut_scaled, fill_piece, read_piece, whole_of
+from holdfast.execution.parallel.pieces import fill_cut, fill_piece, read_piece, whole_of
 from holdfast.execution.streaming.device_experts import DeviceExperts
 from holdfast.execution.streaming.device_layers import DeviceLayers
 from holdfast.execution.streaming.layer_slots import LayerSlots
@@ -266,7 +273,9 @@ class Loader:
         if isinstance(layout, ScaledLayout):
             matrix = self.scaled(names, rows, layout)
             compiled = self.compiled and layout.compiles(columns)
-            return matrix.compiled(bias) if compiled else QuantizedLinear(matrix, self.dtype, bias)
+            own = None if layout.divided_inputs else bias
+            made = matrix.compiled(own) if compiled else QuantizedLinear(matrix, self.dtype, own)
+            return DividedLinear(made, layout, bias) if layout.divided_inputs else made
         if layout is None:
             weight = self.make((sum(rows), columns), self.dtype, self.device)
             for name, part in zip(names, torch.split(weight, rows), strict=True):
@@ -287,6 +296,8 @@ class Loader:
     def scaled(self, names: tuple[str, ...], rows: list[int], layout: ScaledLayout) -> ScaledMatrix:
         """Codes and scales, rows one below the other."""
         matrix = ScaledMatrix(layout, sum(rows), self.tensors[names[0]].shape[1], self.device, self.make)
+        if matrix.inputs is not None and layout.divided_inputs:
+            matrix.inputs.fill_(1.0)
         first = 0
         for name, count in zip(names, rows, strict=True):
             self.fill_scaled(matrix, first, name)
@@ -304,32 +315,27 @@ class Loader:
                 fix=f"--device cpu, or {INSTEAD}",
                 field="quantization_config",
             )
-        rows, columns = tensor.shape[-2:]
         if self.checkpoint is None:
-            fill_dummy_codes(matrix, first, rows, tensor)
+            dummy = partial(fill_dummy_codes, tensor=whole_of(tensor), expert=expert)
+            fill_cut(matrix, first, tensor, dummy)
         elif self.stored[name].packed is not None:
-            self.fill_packed(matrix, first, name, expert)
+            fill_cut(matrix, first, tensor, self.packed(name, matrix.layout, expert).fill)
         else:
-            raw = self.raw(name) if expert is None else self.read_expert(name, expert)
-            if self.stored[name].layout == "MXFP4":
-                fill_mxfp4(matrix, first, raw.view(rows, -1).to(self.device), self.stored[name].name)
-            else:
-                plain = raw.view(PLAIN_TYPES[self.stored[name].layout]).view(rows, columns)
-                file_name = self.stored[name].name.replace("{expert}", str(expert))
-                fill_quantized(matrix, first, plain.to(self.device), file_name)
+            self.fill_plain_codes(matrix, first, name, expert)
         order = self.row_order(tensor) if expert is None else expert_rows(self, tensor, expert)
         if order is not None:
             reorder_rows(matrix, first, order.to(self.device), tensor)
 
-    def fill_packed(self, matrix: ScaledMatrix, first: int, name: str, expert: int | None) -> None:
-        """Of a rank the whole matrix for a moment: each format has its own order of codes."""
-        source, tensor = self.packed(name, matrix.layout, expert), self.tensors[name]
-        if tensor.cut is None:
-            source.fill(matrix, first)
+    def fill_plain_codes(self, matrix: ScaledMatrix, first: int, name: str, expert: int | None) -> None:
+        """What is stored as GGUF's MXFP4, or as numbers that are quantized now."""
+        stored, tensor = self.stored[name], self.tensors[name]
+        if stored.layout == "MXFP4":
+            raw = self.raw(name) if expert is None else self.read_expert(name, expert)
+            fill_mxfp4(matrix, first, raw.view(tensor.shape[-2], -1).to(self.device), stored.name)
             return
-        whole = ScaledMatrix(matrix.layout, source.rows, source.columns, self.device)
-        source.fill(whole, 0)
-        cut_scaled(matrix, first, whole, tensor)
+        plain = self.whole_bytes(name, expert).view(PLAIN_TYPES[stored.layout]).view(whole_of(tensor).shape[-2:])
+        plain, file_name = plain.to(self.device), stored.name.replace("{expert}", str(expert))
+        fill_cut(matrix, first, tensor, lambda target, row: fill_quantized(target, row, plain, file_name))
 
     def packed(self, name: str, layout: ScaledLayout, expert: int | None = None) -> PackedSource:
         """A matrix of a quantized checkpoint, or one expert's of it; of a rank the whole one."""
@@ -420,14 +426,22 @@ class Loader:
         return torch.from_numpy(self.checkpoint.read(self.stored[name].name))
 
     def read_expert(self, name: str, expert: int) -> torch.Tensor:
-        """One expert's matrix of a stack, which GGUF keeps whole and safetensors one by one."""
+        """One expert's matrix of a stack, or this rank's part of it."""
         assert self.checkpoint is not None
-        stored, experts = self.stored[name].name, whole_of(self.tensors[name]).experts
+        stored = self.stored[name].name
         if self.tensors[name].cut is not None:
             return read_piece(self.checkpoint, stored.replace("{expert}", str(expert)), self.tensors[name], expert)
+        return self.whole_bytes(name, expert)
+
+    def whole_bytes(self, name: str, expert: int | None) -> torch.Tensor:
+        """Of a matrix, or of one expert's of a stack, which GGUF keeps whole and safetensors one by one."""
+        assert self.checkpoint is not None
+        stored = self.stored[name].name
+        if expert is None:
+            return self.bring(stored)
         if "{expert}" in stored:
             return self.read_whole(stored.replace("{expert}", str(expert)))
-        return torch.from_numpy(self.checkpoint.read(stored, part=expert, parts=experts))
+        return torch.from_numpy(self.checkpoint.read(stored, part=expert, parts=whole_of(self.tensors[name]).experts))
 
     def row_order(self, tensor: TensorSpec) -> torch.Tensor | None:
         """Which stored row becomes each row; None: they are in order."""

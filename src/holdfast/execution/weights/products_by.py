@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from holdfast.execution.layers.experts import DenseStack, ExpertWeights, QuantizedStack, Stack
-from holdfast.execution.layers.linear import DenseLinear, Linear, PackedLinear, QuantizedLinear, StackedLinear
+from holdfast.execution.layers.linear import (
+    DenseLinear,
+    DividedLinear,
+    Linear,
+    PackedLinear,
+    QuantizedLinear,
+    StackedLinear,
+)
 from holdfast.execution.weights.decoder_weights import MlpWeights, Weights
 
 _BY_TORCH = (DenseLinear, PackedLinear, QuantizedLinear, DenseStack, QuantizedStack)
@@ -31,4 +38,6 @@ def _of_mlp(mlp: MlpWeights) -> Iterator[Linear | Stack]:
 
 
 def _parts(linear: Linear | Stack) -> tuple[Linear | Stack, ...]:
+    if isinstance(linear, DividedLinear):
+        return (linear.base,)
     return linear.parts if isinstance(linear, StackedLinear) else (linear,)

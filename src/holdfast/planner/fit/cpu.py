@@ -210,7 +210,7 @@ class CpuCount:
 def count_on_cpu(question: Question, limits: Limits, *, expand: bool) -> CpuCount:
     settings, dtype, weights = question.settings, compute_dtype(question), engine_weights(Same(question.model))
     assert weights is not None, "asked of what runs_on_cpu says this engine runs"
-    spec, stored = weights.spec, weights.stored
+    spec = weights.spec
     compiled, step = question.machine.compiled_kernels and dtype == "float32", limits.max_num_batched_tokens
     split = settings.ranks, settings.stages, settings.expert_placement if settings.expert_parallel else None
     shares = rank_shares(Same(weights), *split, dtype=dtype, expand=expand, compiled=compiled)
@@ -234,21 +234,19 @@ def count_on_cpu(question: Question, limits: Limits, *, expand: bool) -> CpuCoun
             for one in shares.weights
         )
     attention = _compiled_attention(settings, compiled)
-    decoded = weights.in_codes(expand=expand) and not (compiled and weights.compiles())
-    activations = sum(
-        cpu.activations_bytes(
+    activations = 0
+    for one in shares.weights:
+        decoded = one.in_codes(expand=expand) and not (compiled and one.compiles())
+        activations += cpu.activations_bytes(
             one.spec, limits, dtype=dtype, compiled_attention=attention, compiled=compiled and not decoded
         )
-        for one in shares.weights
-    )
-    if decoded:
-        rounded = weights.rounds_inputs(None)
-        activations += sum(cpu.decoding_bytes(one.spec, limits, rounded=rounded) for one in shares.weights)
+        activations += cpu.decoding_bytes(one.spec, limits, rounded=one.rounds_inputs(None)) if decoded else 0
     activations += shares.step_bytes(limits, dtype=dtype)
     if settings.max_loras:
         rank, copies = settings.max_lora_rank, lora.copy_rows(settings.lora_copies, on_cpu=True)
-        adapters = lora.held_bytes(spec, dtype=dtype, places=settings.max_loras, max_rank=rank, copies=copies)
-        activations += lora.step_bytes(spec, step, dtype=dtype, max_rank=rank)
+        for one in shares.weights:
+            adapters += lora.held_bytes(one.spec, dtype=dtype, places=settings.max_loras, max_rank=rank, copies=copies)
+            activations += lora.step_bytes(one.spec, step, dtype=dtype, max_rank=rank)
     layout = shares.kv_layout(block_tokens=settings.block_tokens, kv_dtype=kv_dtype(question))
     stored_kv = kv_store_bytes(settings.kv_store_size, layout.page_bytes) if settings.kv_store_size else 0
     grammars = forms_bytes(spec.vocab_size, limits.max_num_seqs) if settings.structured_output else 0
@@ -263,7 +261,7 @@ def count_on_cpu(question: Question, limits: Limits, *, expand: bool) -> CpuCoun
         compiled=compiled,
         streamed=streamed,
         shares=shares,
-        loading_terms={**held, "staging": shares.count * (cpu.staging_bytes(stored) + weights.quantizing_bytes)},
+        loading_terms={**held, "staging": shares.staging_bytes(dtype=dtype, expand=expand, compiled=compiled)},
         fixed_terms={
             **held, "scratch": scratch, "activations": activations,
             **shares.exchange(limits, dtype=dtype), "adapters": adapters, "logits": 0, "buffers": 0,

@@ -7,17 +7,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 
-from holdfast.checkpoints import StoredTensor
+from holdfast.checkpoints import Packing, StoredTensor, packing_of
 from holdfast.config import EngineConfig
 from holdfast.config.parts.offload import offload_request
 from holdfast.config.parts.quantization import MADE_WHILE_LOADING
 from holdfast.config.unsupported import NOT_WITH_RANKS
 from holdfast.errors import ConfigurationError
-from holdfast.models import ModelSpec, QuantSpec
+from holdfast.models import ModelSpec, TensorSpec
 from holdfast.observability.decisions import Decision
 
 ONE_RANK = "leave --tensor-parallel-size and --pipeline-parallel-size out"
-ONE_STAGE = "leave --pipeline-parallel-size out"
 
 
 def refuse_with_ranks(
@@ -30,10 +29,9 @@ def refuse_with_ranks(
     if not several:
         return
     for field, what, fix in (
-        *_of_settings(config, spec.quantization),
-        *(_of_gpus(config, spec) if config.device == "cuda" else ()),
+        *_of_settings(config),
+        *(_of_gpus(config, spec, stored) if config.device == "cuda" else ()),
         *(_of_divided_layers(config, spec, stored) if config.tensor_parallel_size > 1 else ()),
-        *(_of_stages(config, spec) if config.pipeline_parallel_size > 1 else ()),
         *_of_model(spec),
         *_of_machine(config, compiled_kernels),
     ):
@@ -75,9 +73,14 @@ _Reason = tuple[str, str, str]
 """Setting, reason, fix."""
 
 
-def _of_settings(config: EngineConfig, quantization: QuantSpec | None) -> Iterator[_Reason]:
-    if config.enable_lora:
-        yield "enable_lora", "LoRA adapters are not divided among ranks yet", f"leave --enable-lora out, or {ONE_RANK}"
+def _of_settings(config: EngineConfig) -> Iterator[_Reason]:
+    if config.enable_lora and config.nnodes > 1:
+        reason = "LoRA adapters are known by the files of one machine, which ranks of other nodes have not got"
+        yield (
+            "enable_lora",
+            reason,
+            "leave --enable-lora out, or have all ranks on one machine: no --nnodes, and no Ray",
+        )
     if config.kv_store is not None:
         yield "kv_store", "a store of KV pages is not shared by ranks yet", f"leave --kv-store out, or {ONE_RANK}"
     if config.nvme_path is not None:
@@ -90,12 +93,23 @@ def _of_settings(config: EngineConfig, quantization: QuantSpec | None) -> Iterat
         field = "idle_release" if config.idle_release else "yield_to_neighbours"
         reason = "a KV pool of several ranks does not give memory up by itself yet"
         yield field, reason, f"leave --{field.replace('_', '-')} out, or {ONE_RANK}"
-    if config.asked_quantization in MADE_WHILE_LOADING and quantization is None:
-        reason = "weights are not quantized while several ranks load them yet"
+
+
+def _of_gpus(config: EngineConfig, spec: ModelSpec, stored: Mapping[str, StoredTensor] | None) -> Iterator[_Reason]:
+    if config.enable_lora:
+        reason = "LoRA adapters are not divided among ranks on GPUs yet"
+        yield "enable_lora", reason, f"leave --enable-lora out, or {ONE_RANK}"
+    if spec.decoder.query_key_norm == "whole":
+        reason = "this model norms the queries of all heads together, which ranks on GPUs do not yet"
+        yield "tensor_parallel_size", reason, ONE_RANK
+    if config.asked_quantization in MADE_WHILE_LOADING and spec.quantization is None:
+        reason = "weights are not quantized while several ranks load them to GPUs yet"
         yield "quantization", reason, f"leave --quantization out, or {ONE_RANK}"
-
-
-def _of_gpus(config: EngineConfig, spec: ModelSpec) -> Iterator[_Reason]:
+    if spec.quantization is not None and stored is None:
+        yield "load_format", "dummies of a quantized model are not divided among ranks on GPUs", ONE_RANK
+    if any(one.packed.packing.inputs != "plain" for one in (stored or {}).values() if one.packed is not None):
+        reason = "products of these weights round their inputs, which ranks on GPUs would do each by its own part"
+        yield "tensor_parallel_size", reason, ONE_RANK
     if config.data_parallel_size > 1:
         reason = "ranks on GPUs are of one engine so far"
         yield "data_parallel_size", reason, f"leave --data-parallel-size out, or {ONE_RANK}"
@@ -120,29 +134,34 @@ def _of_gpus(config: EngineConfig, spec: ModelSpec) -> Iterator[_Reason]:
 def _of_divided_layers(
     config: EngineConfig, spec: ModelSpec, stored: Mapping[str, StoredTensor] | None
 ) -> Iterator[_Reason]:
-    packed = {name: one.packed.packing for name, one in (stored or {}).items() if one.packed is not None}
-    if config.enable_expert_parallel:
-        # Whole experts are multiplied as on one rank, but for a scale of inputs that is the largest of all of them.
-        packed = {name: one for name, one in packed.items() if ".experts." not in name or one.static_inputs}
-    packings = list(packed.values())
-    if spec.quantization is not None and stored is None:
-        yield "load_format", "dummies of a quantized model are not divided among ranks", ONE_RANK
-    if any(packing.act_order for packing in packings):
+    of_experts = {tensor.name: _packing(tensor, spec, stored) for tensor in spec.tensors if tensor.experts}
+    others = [_packing(tensor, spec, stored) for tensor in spec.tensors if not tensor.experts]
+    whole = config.enable_expert_parallel
+    if any(one is not None and one.act_order for one in (*others, *(() if whole else of_experts.values()))):
         yield "tensor_parallel_size", "the columns of these weights have an order of their own (act-order)", ONE_RANK
-    if any(packing.inputs != "plain" for packing in packings):
-        reason = "products of these weights round their inputs, which ranks would do each by its own part"
-        yield "tensor_parallel_size", reason, ONE_RANK
-    if spec.decoder.query_key_norm == "whole":
-        yield "tensor_parallel_size", "this model norms the queries of all heads together", ONE_RANK
+    if whole and any(one is not None and one.inputs != "plain" and one.static_inputs for one in of_experts.values()):
+        # Whole experts are multiplied as on one rank, but for this scale.
+        reason = "inputs of all experts of a layer are rounded with one stored scale, which is found among all of them"
+        yield "enable_expert_parallel", reason, f"leave --enable-expert-parallel out, or {ONE_RANK}"
+    made = spec.quantization is None and config.asked_quantization == "fp8"
+    last = [one for name, one in of_experts.items() if name.endswith(".experts.down")]
+    if not whole and last and (made or any(_rounds_rows(one) for one in last)):
+        reason = "what comes into an expert's last matrix is rounded by rows, which ranks would do each by its own part"
+        fix = f"--enable-expert-parallel, which divides no expert, or {ONE_RANK}"
+        yield "tensor_parallel_size", reason, fix
 
 
-def _of_stages(config: EngineConfig, spec: ModelSpec) -> Iterator[_Reason]:
-    reason = "scales of a KV cache in FP8{} are not found by several stages yet"
-    if config.kv_cache_dtype.startswith("fp8"):
-        yield "kv_cache_dtype", reason.format(""), f"leave --kv-cache-dtype out, or {ONE_STAGE}"
-    if spec.kv_cache_fp8 and config.kv_cache_dtype == "auto":
-        asked = reason.format(", which this checkpoint asks for,")
-        yield "kv_cache_dtype", asked, f"--kv-cache-dtype bfloat16, or {ONE_STAGE}"
+def _packing(tensor: TensorSpec, spec: ModelSpec, stored: Mapping[str, StoredTensor] | None) -> Packing | None:
+    """As it is stored, or would be where it is made up; None: in plain numbers, or blocks."""
+    if stored is not None:
+        found = stored[tensor.name].packed if tensor.name in stored else None
+        return None if found is None else found.packing
+    return None if spec.quantization is None else packing_of(spec.quantization, tensor, spec.stored_dtype)
+
+
+def _rounds_rows(packing: Packing | None) -> bool:
+    """Inputs have one scale a row, which is found when they come."""
+    return packing is not None and packing.inputs != "plain" and not packing.static_inputs and not packing.input_group
 
 
 def _of_model(spec: ModelSpec) -> Iterator[_Reason]:

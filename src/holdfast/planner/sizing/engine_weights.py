@@ -132,6 +132,10 @@ class EngineWeights:
             for layout in layouts
         )
 
+    def divides_inputs(self) -> bool:
+        """Whether some are rounded with scales that ranks find together."""
+        return any(layout.divided_inputs for layout in _layouts(Same(self.spec), Same(self.stored), self.quantize))
+
     def products(self, capability: tuple[int, int], gpu: str) -> Iterator[Decision]:
         """How weights of eight bits are multiplied on a GPU, each way with its reason."""
         layouts = _layouts(Same(self.spec), Same(self.stored), self.quantize)
@@ -199,7 +203,7 @@ def _host_expert_sizes(
     return expert_places.host_expert_sizes(spec.held, stored.held, quantize=quantize)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def _layouts(
     spec: Same[ModelSpec],
     stored: Same[Mapping[str, StoredTensor] | None],
@@ -211,7 +215,7 @@ def _layouts(
     return tuple(dict.fromkeys(layout for layout, _ in _scaled(chosen, spec.held, stored.held, quantize)))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def _compiled_layouts(
     spec: Same[ModelSpec], stored: Same[Mapping[str, StoredTensor] | None], quantize: Quantize | None
 ) -> tuple[tuple[ScaledLayout, int], ...]:

@@ -9,13 +9,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import groupby
+from math import prod
 
+from holdfast.checkpoints import StoredTensor
 from holdfast.checkpoints.checkpoint import piece_of
+from holdfast.checkpoints.validation.stored_dtypes import PLAIN
 from holdfast.footprint import cpu, gpu
 from holdfast.footprint.cpu import Limits
+from holdfast.footprint.experts import mlp_width
 from holdfast.footprint.identity_key import Same
+from holdfast.footprint.layouts import memory_layout
+from holdfast.footprint.scaled_layouts import ScaledLayout
 from holdfast.kvcache.groups import KVLayout
-from holdfast.models import ModelSpec
+from holdfast.models import ModelSpec, TensorSpec
 from holdfast.models.shards import Shard
 from holdfast.models.stages import LayerStage, rank_spec
 from holdfast.observability.decisions import Decision
@@ -27,6 +33,8 @@ from holdfast.units import MIB, counted, format_bytes
 
 MOST_SLOT_BYTES = 4 * MIB
 """That a rank shows the others at a time; what is larger goes in pieces."""
+COLUMNS_TILE_BYTES = 4 * MIB
+"""Of rows that a rank's columns are cut out of while it loads."""
 EXCHANGE = "exchange"
 """The term of the memory that ranks share."""
 
@@ -104,7 +112,15 @@ class RankShares:
             vocab = self.spec.vocab_size if shard is None else shard.vocab_rows
             shows = stage.is_last if stage is not None else shard is not None
             total += _step_bytes(one.spec, limits, dtype=dtype, vocab=vocab if shows else 0, sums=shard is not None)
+            total += _divided_bytes(one.spec, limits) if one.divides_inputs() else 0
         return total
+
+    def staging_bytes(self, *, dtype: str, expand: bool, compiled: bool) -> int:
+        """Of all ranks, which load side by side: what each holds beside its weights in place."""
+        if self.count == 1:
+            (alone,) = self.weights
+            return cpu.staging_bytes(alone.stored) + alone.quantizing_bytes
+        return sum(_staging_bytes(Same(one), dtype, expand, compiled) for one in self.weights)
 
     def slot_bytes(self, limits: Limits, *, dtype: str) -> int:
         """Of what one rank shows the others of its stage; 0: there are no other ranks."""
@@ -187,6 +203,49 @@ def _step_bytes(spec: ModelSpec, limits: Limits, *, dtype: str, vocab: int, sums
     return (apart + cpu.head_rows(spec.vocab_size, limits.max_num_seqs) * vocab) * cpu.ELEMENT_BYTES[dtype]
 
 
+@lru_cache(maxsize=256)
+def _staging_bytes(weights: Same[EngineWeights], dtype: str, expand: bool, compiled: bool) -> int:
+    """Of one rank: the largest of what it reads of a tensor at a time, with what that becomes before it is cut."""
+    one, most = weights.held, 0
+    for tensor in one.spec.tensors:
+        kept = None if one.stored is None else one.stored.get(tensor.name)
+        if kept is not None or one.stored is None:
+            layout = memory_layout(
+                tensor,
+                kept,
+                dtype=dtype,
+                expand=expand,
+                compiled=compiled,
+                quantization=one.spec.quantization,
+                quantize=one.quantize,
+            )
+            most = max(most, _staged_bytes(tensor, kept, layout, dtype))
+    return cpu.STAGING_BYTES + most + one.quantizing_bytes
+
+
+def _staged_bytes(tensor: TensorSpec, kept: StoredTensor | None, layout: str | ScaledLayout, dtype: str) -> int:
+    """`kept`: this rank's part of what is stored; None: it is made up. Experts come one by one."""
+    experts = tensor.experts or 1
+    own = 0 if kept is None else kept.nbytes // experts
+    piece = tensor.cut
+    if piece is None:
+        return own
+    whole = prod(piece.whole) // experts
+    made = layout.bytes_for(*piece.whole[-2:]) if isinstance(layout, ScaledLayout) else 0
+    if kept is None:
+        return made or whole * cpu.ELEMENT_BYTES[dtype]
+    if kept.packed is None and not (made and kept.layout in PLAIN):
+        # Ranges of rows where they go; columns are cut out of rows a tile at a time.
+        return own + (COLUMNS_TILE_BYTES if piece.axis == len(piece.whole) - 1 else 0)
+    return own * whole // (tensor.elements // experts) + (made or whole * cpu.ELEMENT_BYTES[dtype])
+
+
+def _divided_bytes(spec: ModelSpec, limits: Limits) -> int:
+    """Of one rank's inputs once more in float32, divided by what ranks find together."""
+    widest = max(spec.heads * spec.head_dim, mlp_width(spec))
+    return min(limits.max_num_batched_tokens, cpu.MLP_TILE) * widest * 4
+
+
 @lru_cache(maxsize=64)
 def rank_shares(
     weights: Same[EngineWeights],
@@ -202,7 +261,7 @@ def rank_shares(
     `placement`: of whole experts; None: ranks have a part of every one. Raises ConfigurationError for sizes that cannot
     be."""
     whole = weights.held
-    shards = divide(whole.spec, whole.stored, size, placement) if size > 1 else ()
+    shards = divide(whole.spec, whole.stored, size, placement, whole.quantize) if size > 1 else ()
     divided: tuple[LayerStage, ...] = ()
     if stages > 1:
         nbytes = whole.by_name(dtype=dtype, expand=expand, compiled=compiled)

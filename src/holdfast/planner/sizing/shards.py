@@ -19,9 +19,11 @@ from itertools import pairwise
 from math import lcm
 from typing import Literal
 
-from holdfast.checkpoints import LAYOUTS, StoredTensor
+from holdfast.checkpoints import LAYOUTS, Packing, StoredTensor, packing_of
+from holdfast.checkpoints.formats.quantized_tensors import BNB_BLOCK, MXFP4_BLOCK
 from holdfast.errors import ConfigurationError
-from holdfast.models import ExpertsSpec, ModelSpec
+from holdfast.footprint.layouts import Quantize, quantized_layout
+from holdfast.models import ExpertsSpec, ModelSpec, TensorSpec
 from holdfast.models.shards import Range, Shard
 from holdfast.planner.sizing.sharded_weights import TP_NOT_POSSIBLE
 from holdfast.units import counted
@@ -56,10 +58,17 @@ class _Cuts:
     vocab_rows: int
 
 
-def divide(spec: ModelSpec, stored: Stored, size: int, placement: Placement | None = None) -> tuple[Shard, ...]:
-    """One for each of `size` ranks. `placement`: of whole experts; None: ranks have a part of every one. Raises
-    ConfigurationError for a size that cannot be, with those that can."""
-    cuts = _cuts(spec, stored)
+def divide(
+    spec: ModelSpec,
+    stored: Stored,
+    size: int,
+    placement: Placement | None = None,
+    quantize: Quantize | None = None,
+) -> tuple[Shard, ...]:
+    """One for each of `size` ranks. `placement`: of whole experts; None: ranks have a part of every one. `quantize`:
+    what plain matrices become while they are loaded. Raises ConfigurationError for a size that cannot be, with those
+    that can."""
+    cuts = _cuts(spec, stored, quantize)
     try:
         return _divided(spec, cuts, size, placement)
     except _CannotBe as reason:
@@ -167,11 +176,20 @@ def _ranges(extent: int, cut: int, size: int, what: str, *, least: int = 1, whol
     return list(pairwise(ends))
 
 
-def _cuts(spec: ModelSpec, stored: Stored) -> _Cuts:
+def _cuts(spec: ModelSpec, stored: Stored, quantize: Quantize | None) -> _Cuts:
+    def cut(tensor: TensorSpec, axis: int) -> int:
+        one = None if stored is None else stored.get(tensor.name)
+        if one is not None and (one.packed is not None or LAYOUTS[one.layout].block_elements > 1):
+            return _cut(one, axis)
+        if stored is None and spec.quantization is not None:  # Dummies lie as its files would.
+            packing = packing_of(spec.quantization, tensor, spec.stored_dtype)
+            return 1 if packing is None else _packing_cut(packing, axis)
+        made = None if quantize is None else quantized_layout(tensor, quantize)
+        return max(made.group, 1) if made is not None and axis == 1 else 1
+
     def of(axis: int, *parts: str) -> int:
         """Of an axis of these tensors, in all layers: 0 of rows, 1 of columns."""
-        chosen = [one for name, one in (stored or {}).items() if _part(name) in parts]
-        return reduce(lcm, (_cut(one, axis) for one in chosen), 1)
+        return reduce(lcm, (cut(tensor, axis) for tensor in spec.tensors if _part(tensor.name) in parts), 1)
 
     return _Cuts(
         query_columns=lcm(of(1, "o"), of(0, "q", "qkv")),
@@ -192,7 +210,19 @@ def _cut(tensor: StoredTensor, axis: int) -> int:
     packed = tensor.packed
     if packed is None:
         return LAYOUTS[tensor.layout].block_elements if axis == 1 else 1
-    packing = packed.packing
+    return _packing_cut(packed.packing, axis)
+
+
+def _packing_cut(packing: Packing, axis: int) -> int:
+    if axis == 0:
+        return packing.block[0] if packing.granularity == "block" else 1
+    return lcm(max(_group(packing), 1), max(packing.input_group, 1))
+
+
+def _group(packing: Packing) -> int:
+    """Columns that share a scale; less than one: all of a row, which every piece of it has."""
     if packing.granularity == "block":
-        return packing.block[axis]
-    return max(packing.group_size, 1) if axis == 1 else 1
+        return packing.block[1]
+    if packing.method in ("awq", "gptq", "pack-quantized") or packing.granularity == "group":
+        return packing.group_size
+    return {"nf4": BNB_BLOCK, "mxfp4": MXFP4_BLOCK}.get(packing.method, 1)
