@@ -9,6 +9,7 @@ import ctypes
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import TypeAlias
 
 import torch
 import torch.distributed
@@ -21,7 +22,7 @@ TIMEOUT_S = 60.0
 LONGEST_S = 86_400.0
 LOOK_S = LOOK_NS / 1e9
 LOOPBACK = "127.0.0.1"
-Store = torch.distributed.Store
+Store: TypeAlias = torch.distributed.Store
 
 
 def open_store(port: int | None, size: int, host: str = LOOPBACK) -> torch.distributed.TCPStore:
