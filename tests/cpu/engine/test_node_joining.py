@@ -162,7 +162,7 @@ def test_a_node_that_is_lost_before_all_are_there_is_awaited_again() -> None:
     with hub(3) as head:
         join(head, node=1).close()
         until_s = time.monotonic() + SOON_S
-        while not head._links[1].lost:
+        while (link := head._links.get(1)) is None or not link.lost:
             assert time.monotonic() < until_s
             time.sleep(0.01)
         second = join(head, node=2)
