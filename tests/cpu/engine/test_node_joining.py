@@ -3,12 +3,14 @@ cause. No rank is started here."""
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -16,14 +18,21 @@ from free_ports import free_port
 from rank_engines import make
 
 from holdfast.config import EngineConfig
+from holdfast.engine.ranks.messages import StartRank
+from holdfast.engine.ranks.nodes import agent as agent_module
+from holdfast.engine.ranks.nodes import hub as hub_module
+from holdfast.engine.ranks.nodes import messages, secret
 from holdfast.engine.ranks.nodes.agent import NodeAgent
 from holdfast.engine.ranks.nodes.hub import NodeHub
 from holdfast.engine.ranks.nodes.join import join_head
+from holdfast.engine.ranks.nodes.link import NodeRank
 from holdfast.engine.ranks.nodes.messages import NodeReport
 from holdfast.engine.ranks.nodes.report import checkpoint_digests, report_of
 from holdfast.engine.ranks.nodes.secret import with_secret
+from holdfast.engine.ranks.nodes.wire import Wire
 from holdfast.engine.startup.build import find_model
 from holdfast.errors import ConfigurationError, EngineError
+from holdfast.execution.parallel.segment import SegmentLayout
 from holdfast.records import Failure
 
 SECRET = "a secret of tests"
@@ -85,15 +94,13 @@ def test_another_secret_is_refused_and_the_head_waits_on() -> None:
             join(head, secret="another secret")
         assert refused.value.code == "HF139"
         assert time.monotonic() - began_s < SOON_S
-        join(head).close()
+        wire = join(head)
         head.await_nodes(SOON_S, lambda done, total: None)
+        wire.close()
 
 
 def test_a_node_that_lies_about_its_proof_is_refused() -> None:
     """Without the secret, but an agent that does not mind: the head does."""
-    from holdfast.engine.ranks.nodes import messages
-    from holdfast.engine.ranks.nodes.wire import Wire
-
     with hub() as head:
         wire = Wire(socket.create_connection(("127.0.0.1", head.port)))
         wire.send(messages.encode(messages.NodeHello(b"n" * 32)))
@@ -137,6 +144,96 @@ def test_two_nodes_of_one_number_are_not_let_in() -> None:
         first.close()
 
 
+def test_an_agent_that_joins_again_takes_its_own_place() -> None:
+    """It has seen the end of its connection, and the head has not: were it refused, the head would wait in vain."""
+    with hub() as head:
+        first = join(head, agent="one")
+        head.await_nodes(SOON_S, lambda done, total: None)
+        second = join(head, agent="one")
+        head.await_nodes(SOON_S, lambda done, total: None)
+        with pytest.raises((EOFError, OSError)):
+            first.receive()
+        with pytest.raises(ConfigurationError, match="has joined already"):
+            join(head, agent="another")
+        second.close()
+
+
+def test_a_node_that_is_lost_before_all_are_there_is_awaited_again() -> None:
+    with hub(3) as head:
+        join(head, node=1).close()
+        until_s = time.monotonic() + SOON_S
+        while (link := head._links.get(1)) is None or not link.lost:
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+        second = join(head, node=2)
+        with pytest.raises(EngineError, match=r"node 1 \(rank 1\) has not joined"):
+            head.await_nodes(0.3, lambda done, total: None)
+        first = join(head, node=1)
+        head.await_nodes(SOON_S, lambda done, total: None)
+        first.close()
+        second.close()
+
+
+def test_nobody_is_let_in_by_a_head_that_has_ended() -> None:
+    """An agent would wait for ever for what nobody says."""
+    with hub() as head:
+        wire, nonce = Wire(socket.create_connection(("127.0.0.1", head.port))), b"n" * 32
+        wire.wait_at_most(SOON_S)
+        wire.send(messages.encode(messages.NodeHello(nonce)))
+        challenge = messages.decode_from_head(wire.receive())
+        assert isinstance(challenge, messages.Challenge)
+        head.close(again=True)
+        proof = secret.proof(SECRET, secret.AGENT, nonce, challenge.nonce)
+        wire.send(messages.encode(messages.Join(proof, msgspec.structs.replace(REPORT, node=1))))
+        with pytest.raises((EOFError, ConnectionError)):
+            wire.receive()
+        wire.close()
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_a_rank_that_is_killed_ends_its_node_as_the_engine_ends(again: bool) -> None:
+    """A node hears one word of its end: after an orderly one it is not to look for another head."""
+    with hub() as head:
+        wire = join(head)
+        head.await_nodes(SOON_S, lambda done, total: None)
+        head.expect_end(again=again)
+        NodeRank(1, head._links[1]).kill()
+        assert messages.decode_from_head(wire.receive()[1:]) == messages.EndNode(again)
+        wire.close()
+
+
+def test_ranks_that_cannot_be_started_are_told_of_and_the_node_joins_again(monkeypatch, caplog) -> None:
+    """It is no connection that has ended, and nothing waits for threads that never began."""
+
+    class Head:
+        """A wire whose head says once what to start."""
+
+        closed = False
+
+        def wait_at_most(self, seconds: float) -> None: ...
+
+        def send(self, message: bytes) -> None: ...
+
+        def receive(self) -> bytes:
+            return messages.MESSAGE
+
+        def close(self) -> None:
+            self.closed = True
+
+    def no_process(*arguments) -> None:
+        raise OSError("no process is left")
+
+    start = StartRank(rank=1, size=2, config={}, plan=SimpleNamespace(engine=None), threads=1)
+    monkeypatch.setattr(messages, "decode_from_head", lambda frame: messages.StartNode([start]))
+    monkeypatch.setattr(agent_module, "segment_layout", lambda engine: SegmentLayout(2, 4096))
+    monkeypatch.setattr(agent_module, "RankProcess", no_process)
+    head = Head()
+    assert agent_module._Followed(head, lambda start: start).run()
+    assert head.closed
+    assert "could not be started: no process is left" in caplog.text
+    assert "connection" not in caplog.text
+
+
 def test_a_node_beyond_the_last_is_told_so() -> None:
     with hub() as head, pytest.raises(ConfigurationError, match="there is no place for a node 2"):
         join(head, node=2)
@@ -175,17 +272,40 @@ def test_strangers_do_not_keep_nodes_out(said: bytes) -> None:
         strangers = [socket.create_connection(("127.0.0.1", head.port)) for _ in range(5)]
         for stranger in strangers:
             stranger.sendall(said)
-        join(head).close()
+        wire = join(head)
         head.await_nodes(SOON_S, lambda done, total: None)
+        for stranger in strangers:
+            stranger.close()
+        wire.close()
+
+
+def test_strangers_that_speak_slowly_do_not_keep_nodes_out(monkeypatch) -> None:
+    """As many as are answered at a time, each with a byte now and then of a message that never ends."""
+    monkeypatch.setattr(hub_module, "HANDSHAKE_S", 0.5)
+    with hub() as head:
+        places = range(hub_module.MOST_STRANGERS)
+        strangers = [socket.create_connection(("127.0.0.1", head.port)) for _ in places]
+        for stranger in strangers:
+            stranger.sendall(struct.pack("<I", 60_000))
+        ended = threading.Event()
+
+        def speak() -> None:
+            while not ended.wait(0.1):
+                for stranger in strangers:
+                    with contextlib.suppress(OSError):
+                        stranger.send(b"a")
+
+        speaking = threading.Thread(target=speak, daemon=True)
+        speaking.start()
+        join(head).close()
+        ended.set()
+        speaking.join(SOON_S)
         for stranger in strangers:
             stranger.close()
 
 
 def test_a_head_without_the_secret_learns_nothing_of_a_node() -> None:
     """What answers at the head's address and cannot prove itself is told no more than that."""
-    from holdfast.engine.ranks.nodes import messages
-    from holdfast.engine.ranks.nodes.wire import Wire
-
     listener, heard = socket.create_server(("127.0.0.1", 0)), list[object]()
 
     def pretend() -> None:

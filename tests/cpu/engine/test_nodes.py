@@ -50,6 +50,18 @@ def test_two_nodes_say_what_one_rank_says(tiny_model, tmp_path: Path, of_one, si
         assert not other.ranks()
 
 
+@pytest.mark.long
+def test_an_orderly_end_is_one_for_a_node_whose_rank_does_not_leave(tiny_model, tmp_path: Path) -> None:
+    """It is killed, and its node does not look for another head then."""
+    with nodes(tmp_path, tiny_model, (2, 1)) as (settings, [other]):
+        with make(tiny_model, 2, **settings):
+            [rank] = other.ranks()
+            rank.suspend()
+        assert other.wait() == 0
+        assert "joining the head again" not in other.log
+        assert not rank.is_running()
+
+
 def test_stages_on_two_nodes_say_the_same_and_a_rank_that_is_killed_is_named(tiny_model, tmp_path, of_one) -> None:
     """Its node goes back to joining: another engine may take the place of this one."""
     with nodes(tmp_path, tiny_model, (1, 2)) as (settings, [other]):

@@ -12,7 +12,7 @@ from holdfast.engine.core.loop import EngineCore
 from holdfast.engine.process import main, protocol
 from holdfast.engine.process.budget import MemoryBudget
 from holdfast.engine.ranks.gpu.together import RanksVram
-from holdfast.errors import DoesNotFitError, EngineError
+from holdfast.errors import DoesNotFitError, EngineError, UnsupportedOptionError
 from holdfast.kvcache import KVCache, KVLayout, form_groups
 from holdfast.records import EngineOutput, EngineStats, FinishReason, VramBudget, VramGrant
 from holdfast.scheduler import Scheduler, SchedulerLimits
@@ -156,6 +156,18 @@ def test_a_budget_of_a_gpu_is_answered_with_what_became_of_it() -> None:
     socket = Socket(protocol.SetVram(asked, number=3))
     main._serve(core, socket, SimpleNamespace(beat=lambda: None))
     assert socket.heard[-1] == protocol.Resized(3, granted=granted)
+
+
+async def test_the_budget_of_several_nodes_is_refused_before_any_rank_hears_of_it() -> None:
+    """It would be planned as if all of them had what the head has: a smaller one would be killed for it."""
+    engine = SimpleNamespace(streamed=None, gpu=None)
+    serving = SimpleNamespace(
+        config=SimpleNamespace(nnodes=2),
+        plan=SimpleNamespace(engine=engine),
+        info=SimpleNamespace(memory=SimpleNamespace(tier="ram")),
+    )
+    with pytest.raises(UnsupportedOptionError, match="several nodes"):
+        await MemoryBudget().change(serving, "ram", 1 << 30, lambda message: True)
 
 
 async def test_an_answer_that_nobody_waited_for_is_not_taken_for_the_next() -> None:

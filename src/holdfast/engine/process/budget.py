@@ -84,6 +84,13 @@ class MemoryBudget:
                 fix=f"restart with another --{tier}",
                 field=tier,
             )
+        if now.config.nnodes > 1:
+            raise UnsupportedOptionError(
+                "the memory budget cannot be changed while ranks are on several nodes: what is free on the others is"
+                " known only when they join",
+                fix=f"restart with another --{tier}",
+                field=tier,
+            )
         if now.plan.engine.gpu is None:
             config, plan = await asyncio.to_thread(with_budget, now, budget_bytes)
             answer = await self._ask(send, partial(protocol.ResizeKV, plan.engine.blocks))

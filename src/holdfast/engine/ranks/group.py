@@ -309,6 +309,11 @@ class RankGroup:
         if self._ending:
             return
         self._ending = True
+        # Of an engine that ends by an error another is started, unless it was the start itself that failed; nodes that
+        # wait for a head in vain end by themselves.
+        again = self._failed or sys.exc_info()[0] is not None
+        if self._hub is not None:
+            self._hub.expect_end(again=again)
         with contextlib.suppress(EngineError):
             self.timeout_s = LEAVE_S
             self.order(messages.Leave())
@@ -319,10 +324,9 @@ class RankGroup:
         gone = [rank.await_end(KILLED_S) for rank in self._ranks]
         for rank in self._ranks:
             rank.connection.close()
+        self.link.close()
         if self._hub is not None:
-            # Of an engine that ends by an error another is started, unless it was the start itself that failed; nodes
-            # that wait for a head in vain end by themselves.
-            self._hub.close(again=self._failed or sys.exc_info()[0] is not None)
+            self._hub.close(again=again)
         if all(gone):  # One that hangs in the system may still say so.
             self._segment.close()
 

@@ -39,6 +39,13 @@ class PipelineStage:
         """In place of shared memory, with the ranks that they are by the numbers of: those of other machines."""
         self._lines_in, self._lines_out = incoming, outgoing
 
+    def close(self) -> None:
+        """Its sockets, where it has any."""
+        for incoming in self._lines_in.values():
+            incoming.close()
+        for outgoing in self._lines_out.values():
+            outgoing.close()
+
     @property
     def is_first(self) -> bool:
         return self.index == 0

@@ -63,11 +63,18 @@ class RankLink:
         if self._shared is not None and (all_by_gloo or self.spread.sums_cross(self.stage_index)):
             own = torch.distributed.PrefixStore(f"stage{self.stage_index}", meeting.store)
             size = self._segment.layout.tensor_parallel
-            self.collectives = GlooCollectives(own, self.place, size, meeting.timeout_s, meeting.host)
+            # Rank 0 has the clock, and hears of nodes that are lost; the others end with their node's agent.
+            watch = self._watch if self._rank == 0 else None
+            self.collectives = GlooCollectives(own, self.place, size, meeting.timeout_s, meeting.host, watch)
             self._shared = None
 
     def give_up(self) -> None:
         """When another rank has ended. Nothing to do: all waiting here ends with the alarm."""
+
+    def close(self) -> None:
+        """Sockets to ranks of other nodes; nobody computes any more."""
+        if self.stage is not None:
+            self.stage.close()
 
     @property
     def resumes(self) -> bool:

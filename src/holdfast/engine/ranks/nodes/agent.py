@@ -13,8 +13,10 @@ import contextlib
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 
@@ -25,7 +27,7 @@ from holdfast.engine.ranks.children import RankProcess
 from holdfast.engine.ranks.cpu import segment_layout
 from holdfast.engine.ranks.nodes import messages
 from holdfast.engine.ranks.nodes.join import join_head
-from holdfast.engine.ranks.nodes.report import named_ranks, report_of
+from holdfast.engine.ranks.nodes.report import digests_for, named_ranks, report_of
 from holdfast.engine.ranks.nodes.wire import SIGN_S, Wire
 from holdfast.execution.parallel.mailbox import Sender
 from holdfast.execution.parallel.segment import Segment
@@ -49,7 +51,9 @@ class NodeAgent:
         """Until the head says that it is over. Raises what the head refuses this node for, and EngineError where there
         is no head for longer than node_timeout."""
         while True:
-            wire = join_head(self._config, lambda host: report_of(self._config, self._files, host))
+            # Before anybody waits for it: a slow disk may take longer than the head lets a stranger be silent.
+            digests = digests_for(self._config, self._files)
+            wire = join_head(self._config, partial(report_of, self._config, self._files, checkpoint=digests))
             log.info("joined the head at %s port %d", self._config.master_addr, self._config.master_port)
             self.joined = True
             try:
@@ -88,7 +92,11 @@ class _Followed:
                     continue
                 said = messages.decode_from_head(frame[1:])
                 if isinstance(said, messages.StartNode):
-                    self._start([self._own(start) for start in said.ranks])
+                    try:
+                        self._start([self._own(start) for start in said.ranks])
+                    except OSError as error:
+                        log.warning("the ranks of this node could not be started: %s", error)
+                        return True
                 elif isinstance(said, messages.EndNode):
                     if said.failure is not None:
                         raise said.failure.error()
@@ -109,17 +117,19 @@ class _Followed:
         log.info("starting %s of %d", named_ranks(range(numbers[0], numbers[-1] + 1)), starts[0].size)
         sender = Sender(self._segment, self._look, numbers)
         # A thread of its own: while a rank does not take its mail, the head is heard all the same.
-        self._threads.append(threading.Thread(target=self._pass_on, args=(sender,), name="mail", daemon=True))
+        self._begin("mail", self._pass_on, sender)
         for start in starts:
             rank = RankProcess(start.rank, self._segment, lambda: None)
             self._ranks.append(rank)
             rank.connection.send_bytes(rank_messages.encode(start))
         self._say(messages.NodeStarted({rank.number: rank.pid for rank in self._ranks}))
         for rank in self._ranks:
-            name = f"answers-{rank.number}"
-            self._threads.append(threading.Thread(target=self._listen, args=(rank,), name=name, daemon=True))
-        for thread in self._threads:
-            thread.start()
+            self._begin(f"answers-{rank.number}", self._listen, rank)
+
+    def _begin(self, name: str, target: Callable[..., None], argument: object) -> None:
+        thread = threading.Thread(target=target, args=(argument,), name=name, daemon=True)
+        thread.start()
+        self._threads.append(thread)  # Started ones alone are awaited at the end.
 
     def _pass_on(self, sender: Sender) -> None:
         with contextlib.suppress(_MailIsVain):
@@ -152,9 +162,10 @@ class _Followed:
             self._wire.send(messages.encode(message))
 
     def _let_leave(self, limit_s: float) -> None:
-        """In order: they have been told to by mail."""
+        """In order, all of them within that time: they have been told to by mail."""
+        until_s = time.monotonic() + limit_s
         for rank in self._ranks:
-            rank.await_end(limit_s)
+            rank.await_end(until_s - time.monotonic())
 
     def _end(self) -> None:
         for rank in self._ranks:

@@ -75,7 +75,9 @@ class NodeHub:
         while True:
             with self._changed:
                 self._changed.wait(LOOK_S)
-                refusal, missing = self._refusal, [node for node in others if node not in self._links]
+                refusal = self._refusal
+                # One that has come and gone meanwhile is awaited like one that has not come.
+                missing = [node for node in others if node not in self._links or self._links[node].lost]
             if refusal is not None:
                 raise refusal
             now_s = time.monotonic()
@@ -110,13 +112,19 @@ class NodeHub:
         for link in self._links.values():
             link.post(mail)
 
+    def expect_end(self, *, again: bool) -> None:
+        """Ranks that are killed from now on are so because of this: a node hears only the first word of its end."""
+        for link in self._links.values():
+            link.again = again
+
     def close(self, *, again: bool, failure: Failure | None = None) -> None:
         """`again`: another engine takes this one's place, and nodes shall join it. `failure`: why there is none."""
-        self._closing = True
+        with self._changed:  # Nobody is let in after this who would not be told.
+            self._closing, links = True, list(self._links.values())
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        for link in list(self._links.values()):
+        for link in links:
             link.end(again=again, failure=failure)
             link.close()
 
@@ -145,7 +153,7 @@ class NodeHub:
 
     def _let_in(self, wire: Wire) -> NodeLink | None:
         """None: it is not one of ours, and has been told so."""
-        wire.wait_at_most(HANDSHAKE_S)
+        wire.wait_at_most(HANDSHAKE_S, for_all=True)
         hello, nonce = messages.decode_hello(wire.receive(MOST_BEFORE_PROOF)), os.urandom(messages.NONCE_BYTES)
         head_proof = secret.proof(self._secret, secret.HEAD, hello.nonce, nonce)
         wire.send(messages.encode(messages.Challenge(nonce, head_proof)))
@@ -160,6 +168,8 @@ class NodeHub:
             return None
         try:
             with self._changed:
+                if self._closing:
+                    return None
                 self._check(hello, said.report)
                 link = NodeLink(wire, said.report, self.spread.ranks_of(said.report.node))
                 wire.send(messages.encode(messages.Welcome()))
@@ -188,6 +198,8 @@ class NodeHub:
             raise ConfigurationError(
                 f"there is no place for a node {node}", code=WRONG_NODES, needed=f"1 to {self.spread.nodes - 1}"
             )
+        if known is not None and report.agent and report.agent == known.report.agent:
+            known.lose("its agent has joined again")  # Which saw the end of its connection before the head did.
         if known is not None and not known.lost:
             raise ConfigurationError(
                 f"node {node} has joined already: {known.report.name}, pid {known.report.pid}",

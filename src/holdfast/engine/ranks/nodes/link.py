@@ -77,7 +77,7 @@ class NodeRank:
         return self._ending or "it still runs"
 
     def kill(self) -> None:
-        self._link.end(again=True)
+        self._link.end(again=self._link.again)
 
     def await_end(self, timeout_s: float) -> bool:
         return self._ended.wait(max(0.0, timeout_s))
@@ -92,7 +92,8 @@ class NodeRank:
 class NodeLink:
     def __init__(self, wire: Wire, report: messages.NodeReport, ranks: range) -> None:
         self.report, self.node, self._numbers = report, report.node, ranks
-        self.lost = False
+        self.lost, self.again = False, True
+        """`again`: whether it shall join another engine after this one, where a rank of it is killed."""
         self._wire, self._ranks, self._started = wire, dict[int, NodeRank](), threading.Event()
         self._segment: Segment | None = None
         self._on_end: Callable[[], None] = lambda: None
@@ -124,7 +125,7 @@ class NodeLink:
             try:
                 self._wire.send(frame)
             except OSError as error:
-                self._lose(f"nothing can be sent to it: {error}")
+                self.lose(f"nothing can be sent to it: {error}")
 
     def detach(self) -> None:
         """From the memory of rank 0, which is given back after this."""
@@ -146,9 +147,9 @@ class NodeLink:
             while True:
                 self._hear(messages.decode_from_agent(self._wire.receive()))
         except TimeoutError:
-            self._lose(f"it gave no sign for {LOST_S:g} s")
+            self.lose(f"it gave no sign for {LOST_S:g} s")
         except (EOFError, OSError, msgspec.DecodeError) as error:
-            self._lose(f"its connection has ended{f': {error}' if str(error) else ''}")
+            self.lose(f"its connection has ended{f': {error}' if str(error) else ''}")
         finally:
             self._over.set()
 
@@ -178,7 +179,7 @@ class NodeLink:
                     if words:
                         words[number].post(value)
 
-    def _lose(self, why: str) -> None:
+    def lose(self, why: str) -> None:
         if self.lost:
             return
         self.lost = True

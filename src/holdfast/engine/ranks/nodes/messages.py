@@ -51,6 +51,8 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     """Where other nodes reach its ranks."""
     name: str
     """Of the machine, for people."""
+    agent: str = ""
+    """Of the process, and of no other anywhere: by it one that joins again is told from a second one."""
     pid: int
     cores: int
     total_bytes: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import secrets
 import sys
 from pathlib import Path
 
@@ -19,11 +20,15 @@ from holdfast.hardware import compiled_kernels, memory, processor
 
 HEADER_BYTES = 1 << 20
 """Of a file of weights: names, shapes and places of its tensors are there, or the beginning of them."""
+AGENT = secrets.token_hex(16)
 MOST_NAMED = 3
 """Files that a message names."""
 
 
-def report_of(config: EngineConfig, files: ModelFiles, host: str) -> NodeReport:
+def report_of(
+    config: EngineConfig, files: ModelFiles, host: str, checkpoint: dict[str, str] | None = None
+) -> NodeReport:
+    """`checkpoint`: its digests, where they have been made."""
     machine = memory()
     return NodeReport(
         node=config.node_rank,
@@ -31,15 +36,20 @@ def report_of(config: EngineConfig, files: ModelFiles, host: str) -> NodeReport:
         tensor_parallel_size=config.tensor_parallel_size,
         pipeline_parallel_size=config.pipeline_parallel_size,
         version=sys.modules["holdfast"].__version__,  # Which imports all of this, and is imported by nobody below it.
-        checkpoint=checkpoint_digests(files, dummy=config.load_format == "dummy"),
+        checkpoint=digests_for(config, files) if checkpoint is None else checkpoint,
         host=host,
         name=platform.node()[:255],
+        agent=AGENT,
         pid=os.getpid(),
         cores=config.threads or processor().cores,
         total_bytes=machine.total_bytes,
         free_bytes=machine.available_bytes,
         kernels=compiled_kernels(),
     )
+
+
+def digests_for(config: EngineConfig, files: ModelFiles) -> dict[str, str]:
+    return checkpoint_digests(files, dummy=config.load_format == "dummy")
 
 
 def checkpoint_digests(files: ModelFiles, *, dummy: bool) -> dict[str, str]:

@@ -10,6 +10,7 @@ import contextlib
 import socket
 import struct
 import threading
+import time
 
 LOST_S = 15.0
 """Without a sign of the other side: then its machine is taken to be gone."""
@@ -18,6 +19,8 @@ SIGN_S = 0.5
 MOST_BYTES = 256 << 20
 """Of a message; plans of thousands of sequences are far below."""
 MOST_BEFORE_PROOF = 64 << 10
+LEAST_WAIT_S = 0.001
+"""Because none at all would be for ever."""
 _SIZE = struct.Struct("<I")
 
 
@@ -26,6 +29,7 @@ class Wire:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection, self._sending = connection, threading.Lock()
+        self._until_s: float | None = None
         connection.setblocking(True)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -41,8 +45,13 @@ class Wire:
     def other_host(self) -> str:
         return str(self._connection.getpeername()[0])
 
-    def wait_at_most(self, seconds: float) -> None:
-        """For a message; it raises TimeoutError (an OSError) then."""
+    def wait_at_most(self, seconds: float, *, for_all: bool = False) -> None:
+        """For any sign of a message; it raises TimeoutError (an OSError) then. `for_all`: for all messages from now on,
+        whole, however slowly they come. 0: for ever."""
+        self._until_s = time.monotonic() + seconds if for_all else None
+        self._limit_silence(seconds)
+
+    def _limit_silence(self, seconds: float) -> None:
         whole = int(seconds)
         limit = struct.pack("ll", whole, int((seconds - whole) * 1e6))
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
@@ -64,6 +73,10 @@ class Wire:
         found = bytearray(size)
         place, done = memoryview(found), 0
         while done < size:
+            if self._until_s is not None:
+                if (left_s := self._until_s - time.monotonic()) <= 0:
+                    raise TimeoutError("it took too long to be heard")
+                self._limit_silence(max(left_s, LEAST_WAIT_S))
             try:
                 got = self._connection.recv_into(place[done:])
             except BlockingIOError:

@@ -34,6 +34,9 @@ class GpuRankLink:
         if self._given_up:  # One had ended before there was anything to wait with.
             collectives.give_up()
 
+    def close(self) -> None:
+        """Nothing of it is held here."""
+
     def give_up(self) -> None:
         """From any thread, when another rank has ended: nothing waits for it on the device any longer."""
         self._given_up = True

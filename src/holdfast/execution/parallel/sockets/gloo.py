@@ -5,20 +5,24 @@ The process group is this object's own: the program that the engine runs in may 
 
 from __future__ import annotations
 
+import ctypes
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import TypeAlias
 
 import torch
 import torch.distributed
 
 from holdfast.errors import EngineDiedError, EngineError
+from holdfast.execution.parallel.segment import LOOK_NS, Watch
 
 TIMEOUT_S = 60.0
 """To find one another."""
 LONGEST_S = 86_400.0
+LOOK_S = LOOK_NS / 1e9
 LOOPBACK = "127.0.0.1"
-Store = torch.distributed.Store
+Store: TypeAlias = torch.distributed.Store
 
 
 def open_store(port: int | None, size: int, host: str = LOOPBACK) -> torch.distributed.TCPStore:
@@ -42,10 +46,18 @@ class GlooCollectives:
     name = "gloo"
 
     def __init__(
-        self, store: torch.distributed.Store, rank: int, size: int, timeout_s: float = 0.0, host: str = LOOPBACK
+        self,
+        store: torch.distributed.Store,
+        rank: int,
+        size: int,
+        timeout_s: float = 0.0,
+        host: str = LOOPBACK,
+        watch: Watch | None = None,
     ) -> None:
-        """`timeout_s`: for the others; 0: as long as gloo allows. `host`: where they reach this rank."""
-        self.rank, self.size, self._timeout_s = rank, size, timeout_s or LONGEST_S
+        """`timeout_s`: for the others; 0: as long as gloo allows. `host`: where they reach this rank. `watch`: called
+        while they are awaited, and raises where they will not come: gloo itself does not notice a machine that falls
+        silent."""
+        self.rank, self.size, self._timeout_s, self._watch = rank, size, timeout_s or LONGEST_S, watch
         try:
             options = torch.distributed.ProcessGroupGloo._Options()
             options._devices = [torch.distributed.ProcessGroupGloo.create_device(hostname=host)]
@@ -81,9 +93,29 @@ class GlooCollectives:
     def close(self) -> None:
         """Nothing is held beyond the process group, which goes with this object."""
 
+    def _await(self, work: torch.distributed.Work, watch: Watch) -> None:
+        waited_s = 0.0
+        while True:
+            try:
+                work.wait(timedelta(seconds=LOOK_S))
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    raise
+            waited_s += LOOK_S
+            try:
+                watch(waited_s)
+            except BaseException:
+                # Whoever gives such a group back, be it the end of the process, waits for what will not come.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+                raise
+
     def _done(self, work: torch.distributed.Work) -> None:
         try:
-            work.wait()
+            if self._watch is None:
+                work.wait()
+            else:
+                self._await(work, self._watch)
         except RuntimeError as error:
             raise EngineDiedError(
                 f"rank {self.rank}: another rank has ended or does not answer: {error}",

@@ -56,11 +56,20 @@ class LineOut:
             self._pending = HEAD.pack(self._count, len(body)) + body
             self._turn.notify_all()
 
+    def close(self) -> None:
+        """The thread ends; what is not sent yet is nobody's."""
+        with self._turn:
+            self._failed = self._failed or "it was closed here"
+            self._turn.notify_all()
+        _close(self._line)
+
     def _send(self) -> None:
         while True:
             with self._turn:
-                while not self._pending:
+                while not self._pending and not self._failed:
                     self._turn.wait()
+                if self._failed:
+                    return
                 pending = self._pending
             try:
                 self._line.sendall(pending)
@@ -68,7 +77,7 @@ class LineOut:
             except OSError as error:
                 failed = str(error)
             with self._turn:
-                self._pending, self._failed = b"", failed
+                self._pending, self._failed = b"", self._failed or failed
                 self._turn.notify_all()
             if failed:
                 return
@@ -79,6 +88,11 @@ class LineIn:
 
     def __init__(self, line: socket.socket, name: str, watch: Watch) -> None:
         self._line, self._name, self._watch, self._count = line, name, watch, 0
+        self._comes = select.poll()  # Not select, which knows no descriptor from 1024 on.
+        self._comes.register(line, select.POLLIN)
+
+    def close(self) -> None:
+        _close(self._line)
 
     def take(self, out: torch.Tensor) -> None:
         """The next numbers, however long that takes. Contiguous."""
@@ -96,7 +110,7 @@ class LineIn:
     def _read(self, place: memoryview) -> None:
         done, waited_s = 0, 0.0
         while done < len(place):
-            if not select.select([self._line], [], [], LOOK_S)[0]:
+            if not self._comes.poll(LOOK_S * 1000):
                 waited_s += LOOK_S
                 self._watch(waited_s)
                 continue
@@ -107,6 +121,12 @@ class LineIn:
             if got == 0:
                 raise EngineDiedError(f"the connection from {self._name} is closed")
             done, waited_s = done + got, 0.0
+
+
+def _close(line: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        line.shutdown(socket.SHUT_RDWR)
+    line.close()
 
 
 def _bytes_of(numbers: torch.Tensor) -> memoryview:
