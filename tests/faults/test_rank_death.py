@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import psutil
 import pytest
+from deadlines import PATIENCE_S
 from ended_processes import still_running
 from story_streams import STREAMS, all_streams
 from tiny_experts import write_tiny_experts
@@ -32,6 +33,18 @@ async def disturbed(
     return await answers, ranks
 
 
+async def restarted(server) -> None:
+    """There is an engine again, which is ready. Until the end of the old one is noticed it seems to be."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not any("holdfast.engine.process.entry" in " ".join(one.cmdline()) for one in children(server)):
+            await asyncio.sleep(0.05)
+    server.wait_ready()
+
+
+def children(server) -> list[psutil.Process]:
+    return [one for one in psutil.Process(server.process.pid).children() if one.status() != psutil.STATUS_ZOMBIE]
+
+
 STRIKES: dict[str, Callable[[list[psutil.Process]], None]] = {
     "other": lambda ranks: ranks[1].kill(),
     "first": lambda ranks: ranks[0].kill(),
@@ -52,7 +65,11 @@ async def test_streams_outlive_a_rank(start_server, tiny_arguments, names: tuple
         assert answers == undisturbed
         assert SAID.get(name, "restarting it") in server.log
         gone += ranks
-    assert not still_running(gone)
+    first, other = ranks_of(server.engine_pid)
+    other.kill()  # While nobody asks: it is noticed before somebody does.
+    assert not psutil.wait_procs([first], timeout=PATIENCE_S)[1]
+    assert not still_running([*gone, first, other])
+    await restarted(server)
     last = ranks_of(server.engine_pid)
     assert server.stop() == 0
     assert not still_running(last)

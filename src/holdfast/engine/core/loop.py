@@ -88,7 +88,8 @@ class EngineCore:
     `vram`: of the GPU that the model is computed on. `link_use`: of what moves between it and RAM.
     `expert_use`: of experts that do not all stay on it. `structured_output`: makes answers follow a grammar.
     `kv_balance`: lets layers leave the GPU for KV that is wanted. `breathing`: gives memory of the KV pool up while
-    nobody needs it, or others do. `store_use`: of the store of KV pages on disk."""
+    nobody needs it, or others do. `store_use`: of the store of KV pages on disk. `check_ranks`: raises where one
+    of several has ended, for who waits for requests: a step notices by itself."""
 
     def __init__(
         self,
@@ -103,7 +104,9 @@ class EngineCore:
         kv_balance: KVBalance | None = None,
         breathing: Breathing | None = None,
         store_use: Callable[[], KVStoreUse] | None = None,
+        check_ranks: Callable[[], None] | None = None,
     ) -> None:
+        self.check_ranks = check_ranks or (lambda: None)
         self.structured_output = structured_output or NoStructuredOutput()
         self.scheduler = scheduler
         self.runner = runner

@@ -192,6 +192,7 @@ def _serve(core: EngineCore, socket: zmq.Socket[bytes], heart: _Heart, keeper: K
             outputs = core.step()
             socket.send(protocol.encode(protocol.StepOutputs(outputs, core.stats())))
         else:
+            core.check_ranks()
             core.balance_kv()
             core.breathe()
         if (breathed := core.pop_breathed()) is not None:
