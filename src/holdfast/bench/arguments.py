@@ -26,7 +26,7 @@ DEFAULT_CONCURRENCY, DEFAULT_KNEE, DEFAULT_BURST, DEFAULT_STEP = 16, 64, 8, "15s
 DEFAULT_PROFILE = {"up": "1m", "peak": "5m", "down": "1m"}
 RATE_STEPS = 10
 """Of a search for the knee by rates."""
-LEAST_OF_A_STEP = 10
+LEAST_OF_A_STEP = 15
 """Requests by which a rate can be told."""
 PEAK_SHARE = 5
 """Of the peak, a part of so many is the longest that load rises or falls unless that was set: a short run is short."""

@@ -20,7 +20,8 @@ from holdfast.execution.kv_scales import KVScales
 class Runner:
     def __init__(self, kv_dtype: torch.dtype, tensors: tuple[str, ...] = ("layers.0.k",)) -> None:
         named = tuple(SimpleNamespace(name=name, optional=False) for name in tensors)
-        self.spec = SimpleNamespace(layers=(0, 1), tensors=named)
+        layers = tuple(SimpleNamespace(index=index) for index in range(2))
+        self.spec = SimpleNamespace(layers=layers, tensors=named)
         self.kv_dtype, self.kv_scales, self.calibrated = kv_dtype, KVScales.ones(2), False
 
     def use_kv_scales(self, scales: KVScales) -> None:

@@ -46,6 +46,10 @@ def point(rate: float, slo: str = "", **changes: object) -> RatePoint:
 
 
 def test_a_rate_beyond_the_capacity_grows_a_backlog_and_one_below_it_does_not() -> None:
+    missed = sum(bool(point(rate, seed=seed).missed) for rate in (4.0, 8.0, 10.0) for seed in range(100))
+    assert (
+        missed <= 6
+    )  # A burst at the end of a step is no backlog: of single requests' scatter it would look like one.
     for seed in range(40):
         assert point(9.0, seed=seed).missed == "", seed
         assert "the backlog grew" in point(18.0, seed=seed).missed, seed
@@ -133,6 +137,6 @@ def test_rates_rise_in_ten_even_steps() -> None:
     assert rates("--rate", "10-20") == (10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20)
     assert rates() == ()
     with pytest.raises(ConfigurationError, match="too few requests"):
-        rates("--rate", "2", "--step", "15s")
+        rates("--rate", "8", "--step", "15s")
     with pytest.raises(ConfigurationError, match="too few requests"):
         rates("--rate", "20", "--arrivals", "bursts", "--burst", "50")

@@ -24,7 +24,8 @@ from holdfast.bench.measure.objectives import Objective
 
 SETTLING_SHARE = 0.2
 """Of a step, at its beginning: the server was idle, and its first requests have it for themselves."""
-LEAST_ANSWERED = 5
+BLOCKS, FEWEST_BLOCKS = 8, 4
+"""Neighbours that waited behind the same burst are alike, so that means of blocks of them are looked at."""
 KEPT_SHARE = 0.95
 """Of what was offered: a server that answers less falls behind."""
 CHANCE = 3
@@ -98,17 +99,18 @@ def rate_point(
 
 def _slope(good: Sequence[TimedAnswer]) -> float | None:
     """By how many seconds a request takes longer than one that was to be sent a second before it; 0: not surely."""
-    if len(good) < LEAST_ANSWERED:
+    blocks = min(BLOCKS, len(good) // 2)
+    if blocks < FEWEST_BLOCKS:
         return None
-    due = np.array([answer.intended_s for answer in good])
-    took = np.array([answer.end_s for answer in good]) - due
-    due -= due.mean()
+    ordered = sorted((answer.intended_s, answer.end_s - answer.intended_s) for answer in good)
+    due, took = np.array([block.mean(axis=0) for block in np.array_split(np.array(ordered), blocks)]).T
+    due = due - due.mean()
     spread = float((due * due).sum())
     if not spread:
         return None
     slope = float((due * took).sum()) / spread
     rest = took - took.mean() - slope * due
-    error = math.sqrt(float((rest * rest).sum()) / (len(good) - 2) / spread)
+    error = math.sqrt(float((rest * rest).sum()) / (blocks - 2) / spread)
     return slope if slope > CHANCE * error else 0.0
 
 
