@@ -55,6 +55,11 @@ class LoadedRanks:
     def step_runner(self) -> StepRunner:
         return self.runner if self.group is None else RankedRunner(self.runner, self.group)
 
+    def check(self) -> None:
+        """Raises where one of them has ended."""
+        if self.group is not None:
+            self.group.check()
+
     @property
     def steps_ahead(self) -> int:
         """That are worth computing before the first is over: as many as other stages can be at."""

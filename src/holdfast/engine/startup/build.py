@@ -349,13 +349,8 @@ def build_core(
         tiers=limits_below,
         stored=None if opened is None else opened.store,
     )
-    core = EngineCore(
-        scheduler,
-        core_runner,
-        steps_ahead=ahead,
-        store_use=None if opened is None else opened.use,
-        check_ranks=None if ranks.group is None else ranks.group.check,
-    )
+    store_use = None if opened is None else opened.use
+    core = EngineCore(scheduler, core_runner, steps_ahead=ahead, store_use=store_use, check_ranks=ranks.check)
     return core, engine_info(config, model.files, model.spec, plan, runner, report, profile_run_s)
 
 
