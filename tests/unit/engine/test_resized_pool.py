@@ -248,6 +248,7 @@ def test_what_was_balanced_by_itself_is_told() -> None:
     waiting, looked = [granted], list[int]()
     core = SimpleNamespace(
         has_work=False,
+        check_ranks=lambda: None,
         balance_kv=lambda: looked.append(1),
         breathe=lambda: None,
         pop_breathed=lambda: None,
