@@ -34,6 +34,9 @@ class Core:
     def stats(self) -> EngineStats:
         return EngineStats()
 
+    def check_ranks(self) -> None:
+        pass
+
     def balance_kv(self) -> None:
         pass
 
@@ -52,7 +55,7 @@ class Loop:
         self.core = Core()
         self._context = zmq.Context()
         engine, self.front = (self._context.socket(zmq.PAIR) for _ in range(2))
-        self.front.rcvtimeo = int(PATIENCE_S * 1000)
+        self.front.rcvtimeo = self.front.sndtimeo = int(PATIENCE_S * 1000)  # A loop that has failed hears nothing.
         engine.bind("inproc://loop")
         self.front.connect("inproc://loop")
         self.heart = _Heart(engine)
