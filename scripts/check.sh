@@ -5,12 +5,14 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 
 kind=${1:?quick or all}
+workers=${HOLDFAST_TEST_WORKERS:-3}
+unset HOLDFAST_TEST_WORKERS  # Holdfast's own settings are called so too, and tests see that there are none.
 case $kind in
   # Three at a time, whole files each: for a third of its time a test waits, for a process that starts or a limit that
   # runs out, and two leave one of two cores idle. In the order of tests/conftest.py, at whose end none of the three
   # waits for the others. Another count: HOLDFAST_TEST_WORKERS. The long runs measure, and so run alone.
   # Folders without a single quick test are not even read, by none of the workers.
-  quick) selection=(-m "not long and not gpu" -n "${HOLDFAST_TEST_WORKERS:-3}" --dist loadfile --no-loadscope-reorder
+  quick) selection=(-m "not long and not gpu" -n "$workers" --dist loadfile --no-loadscope-reorder
     --ignore tests/clients --ignore tests/gpu --ignore tests/long) ;;
   all) selection=() ;;
   *) echo "scripts/check.sh quick|all" >&2; exit 2 ;;
