@@ -20,7 +20,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from prefix_pages import PAGE_BYTES, FailingCalls, key_of, opened, put, served
+from prefix_pages import DEADLINE_S, PAGE_BYTES, FailingCalls, key_of, opened, put, served
 
 from holdfast.prefix_store import PrefixStore
 
@@ -69,14 +69,14 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(view=VIEWS)
     def restart(self, view: int) -> None:
-        self.views[view].close(5)
+        self.views[view].close(DEADLINE_S)
         self.views[view] = self.open_view()
 
     @rule(view=VIEWS)
     @precondition(lambda self: not self.calls.chance)
     def restart_finds_what_was_written(self, view: int) -> None:
         for one in self.views:
-            one.close(5)
+            one.close(DEADLINE_S)
         self.views = [self.open_view(), self.open_view()]
         written = sorted(self.written)
         assert served(self.views[view], written) == written
@@ -118,7 +118,7 @@ class StoreMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.calls.chance = 0.0
         for view in self.views:
-            view.close(5)
+            view.close(DEADLINE_S)
         shutil.rmtree(self.folder)
 
 
