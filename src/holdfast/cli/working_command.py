@@ -33,6 +33,8 @@ RENAMED = 0.75
 GUARDS = ("api-key", "api-key-file", "ssl-keyfile", "ssl-certfile", "ssl-ca-certs", "ssl-cert-reqs", "ssl-ciphers")
 """Without one of these a server is more open than was asked for."""
 GUARD_NEAR = 0.6
+MACHINES = ("--nnodes", "--node-rank", "--master-addr", "--headless", "--distributed-executor-backend")
+"""What a command with one of these should be, other machines decide too: without it, it would pass and mean another."""
 _VALUE = re.compile(r"(?:did you mean )?(--[a-z][\w-]*) ([^\s,;:?]+)\??(?:[,;:]| |$)")
 """What a fix begins with where another value helps."""
 
@@ -53,6 +55,8 @@ Parse = Callable[[list[str]], tuple[Any, argparse.Namespace]]
 
 def working_command(error: HoldfastError, words: Sequence[str], parse: Parse) -> WorkingCommand | None:
     """`words`: as they were typed after `holdfast`, and refused with `error`."""
+    if any(_flag_of(word) in MACHINES for word in words):
+        return None
     text, refused, also = command_line(words), error, list[str]()
     for _ in range(ROUNDS):
         changed = _put_right(text, refused)

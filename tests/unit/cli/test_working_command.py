@@ -158,3 +158,17 @@ def test_a_command_with_blanks_is_not_one_to_run(tmp_path: Path, capsys: pytest.
     said = capsys.readouterr().err
     assert "--ssl-keyfile FILE" in said
     assert "run:" not in said
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["--nnodes 2 --node-rank 0", "-tp 2 --nnodes 2 --node-rank 5", "-dp 2 --distributed-executor-backend ray"],
+)
+def test_a_command_of_several_machines_is_told_what_is_wrong_and_not_another_place(
+    words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Leaving one of its flags out makes another server of it, or a second head."""
+    assert main(["serve", "smollm2", *words.split()]) == 2
+    said = capsys.readouterr().err
+    assert "HF" in said
+    assert "holdfast serve" not in said
