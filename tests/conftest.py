@@ -26,6 +26,7 @@ import pytest
 from deadlines import PATIENCE_S
 from free_ports import free_port
 from httpx._transports import default as httpx_transport
+from lean_pytest import keep_reruns_here, seed_torch
 
 from holdfast.hardware.nvidia import probe
 
@@ -69,6 +70,10 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("same" if short else "others")
     if short:
         os.environ.setdefault("KERNEL_SEED", "1")  # Tests of kernels draw fresh numbers without it.
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    keep_reruns_here(session.config)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -123,7 +128,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     seed = zlib.crc32(item.nodeid.encode())
     random.seed(seed)
     if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(seed)
+        seed_torch(sys.modules["torch"], seed)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

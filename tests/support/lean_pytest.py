@@ -1,0 +1,47 @@
+"""pytest and its plugins without work that they do for nothing at each of many thousand tests. Importing this changes
+them; what a test sees is not touched. It knows nothing of our tests."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+import pytest
+from _pytest.logging import catching_logs
+
+
+def _attach(self: Any) -> Any:
+    """As pytest's own since 9, which looks through the loggers of all libraries, six times a test, for those that keep
+    their records to themselves. Of these only ours are of interest."""
+    if self.level is not None:
+        self.handler.setLevel(self.level)
+    root = logging.getLogger()
+    self.attached_loggers += [root, *(one for one in _OWN if not one.propagate)]
+    for logger in self.attached_loggers:
+        logger.addHandler(self.handler)
+    if self.level is not None:
+        self.orig_level = root.level
+        root.setLevel(min(root.level, self.level))
+    return self.handler
+
+
+_OWN = (logging.getLogger("holdfast"),)
+
+if hasattr(catching_logs, "attached_loggers"):
+    catching_logs.__enter__ = _attach
+
+
+def keep_reruns_here(config: pytest.Config) -> None:
+    """A worker asks the first process before every test how often it has failed, for a schedule that could run a test
+    again whose process crashed; that of whole files cannot."""
+    if hasattr(config, "workerinput") and hasattr(config, "failures_db"):
+        config.failures_db = sys.modules["pytest_rerunfailures"].StatusDB()
+
+
+def seed_torch(torch: Any, seed: int) -> None:
+    """torch writes down the whole stack for every kind of GPU that is not there yet, in case that one comes."""
+    if torch.cuda.is_available():
+        torch.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
