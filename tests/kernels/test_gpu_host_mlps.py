@@ -92,6 +92,7 @@ def test_tokens_are_those_of_a_model_that_the_gpu_computes(tmp_path: Path, devic
     assert moved[1] < moved[0]
 
 
+@pytest.mark.long  # Tokens in float32 show what may go wrong in the interpreter; the type is the kernels' own.
 @pytest.mark.usefixtures("few_programs")
 def test_log_probabilities_in_bfloat16_are_close(tmp_path: Path, device: torch.device) -> None:
     """Of given tokens, two a step, so that the host computes for all of them."""

@@ -182,7 +182,9 @@ class TinyQuantized(Tiny):
 
 
 @pytest.mark.usefixtures("few_programs")
-@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name == "awq" else ()) for name in QUANTIZED]
+)
 def test_adapters_are_added_to_quantized_matrices(name: str, device: torch.device, tmp_path: Path) -> None:
     model = TinyQuantized(tmp_path, QUANTIZED[name])
     write_adapter(tmp_path / "adapter", model.folder, seed=4, rank=3, size=0.2)

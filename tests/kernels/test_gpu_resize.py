@@ -66,6 +66,7 @@ def resized_at_random(core: EngineCore, sizes: list[int]) -> None:
 
 
 @pytest.mark.usefixtures("few_programs", "pool")
+@pytest.mark.parametrize("tiny", ["llama", pytest.param("window", marks=pytest.mark.long)], indirect=True)
 @pytest.mark.parametrize(
     "kv_dtype",
     [torch.float32, pytest.param(torch.float8_e4m3fn, marks=pytest.mark.long)],
