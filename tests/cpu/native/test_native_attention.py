@@ -12,6 +12,7 @@ import torch
 from holdfast.execution import native
 
 GUARD = 1234.5
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 @dataclass
@@ -43,9 +44,11 @@ def make_case(
         used += blocks
         both = torch.from_numpy(random.standard_normal((2, end, kv_heads, dim)) * 2).to(dtype)
         earliest = 0 if window is None else max(0, end - count - window + 1)
-        for position in range(earliest, end):
-            page = int(tables[slots[row], position // block])
-            pages[page, 1, :, position % block] = both[:, position]
+        seen = numpy.arange(earliest, end)
+        owned = torch.from_numpy(tables[slots[row]][seen // block]).long()
+        # As whole numbers of the same bytes: not all short floats can be put by index.
+        bits = (pages.view(BITS[dtype.itemsize]), both[:, earliest:].transpose(0, 1).view(BITS[dtype.itemsize]))
+        bits[0][owned, 1, :, torch.from_numpy(seen % block)] = bits[1]
         keys.append(both[0].double().numpy())
         values.append(both[1].double().numpy())
     return Case(pages, tables, slots, keys, values)
@@ -61,13 +64,13 @@ def exact(
 ) -> numpy.typing.NDArray[numpy.float64]:
     wanted = numpy.empty(query.shape)
     group = query.shape[1] // keys.shape[1]
-    for token in range(len(query)):
-        first = 0 if window is None else max(0, start + token - window + 1)
-        for head in range(query.shape[1]):
-            seen = slice(first, start + token + 1)
-            scores = keys[seen, head // group] @ query[token, head].double().numpy() * scale
-            weights = numpy.exp(scores - scores.max())
-            wanted[token, head] = weights @ values[seen, head // group] / weights.sum()
+    behind = start + numpy.arange(len(query))[:, None] - numpy.arange(len(keys))  # Of a token, how far a key is.
+    hidden = behind < 0 if window is None else (behind < 0) | (behind >= window)
+    for head in range(query.shape[1]):
+        scores = query[:, head].double().numpy() @ keys[:, head // group].T * scale
+        scores[hidden] = -numpy.inf
+        weights = numpy.exp(scores - scores.max(1, keepdims=True))
+        wanted[:, head] = weights @ values[:, head // group] / weights.sum(1, keepdims=True)
     return wanted
 
 

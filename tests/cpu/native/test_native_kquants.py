@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import gguf
 import numpy
 import numpy.typing
@@ -117,10 +119,9 @@ def test_one_huge_activation_does_not_drown_the_other_blocks(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", NEW_KINDS)
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_no_number_stays_in_its_row(kind: str, bad: float) -> None:
+def test_what_is_no_number_stays_in_its_row(kind: str) -> None:
     matrix, _ = made(kind, 9, 256, seed=3)
-    for rows in (1, 12, 80):
+    for rows, bad in itertools.product((1, 12, 80), (float("nan"), float("inf"))):
         x = torch.zeros(rows + 1, 256)
         x[0, 33] = bad
         out = torch.empty(rows + 1, 9)

@@ -3,6 +3,8 @@ torch form reads from the same planes: odd shapes, extremes, rounded inputs, and
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -157,13 +159,15 @@ def test_variants_agree_bit_for_bit(name: str, monkeypatch: pytest.MonkeyPatch) 
 ENDS = ["awq", "gptq", "w8a16", "w8a16-zeros", "w8a8", "mxfp4", "fp8", "nf4"]
 
 
-@pytest.mark.parametrize(
-    ("name", "byte"),
-    # The last is no number in float8.
-    [(name, byte) for name in ENDS for byte in (0x00, 0x80, 0x7E, 0xFE, 0xFF) if (name, byte) != ("fp8", 0xFF)],
-)
-@pytest.mark.parametrize("scale", [6e-8, 60000.0])
-def test_codes_inputs_and_scales_at_their_ends(name: str, byte: int, scale: float) -> None:
+@pytest.mark.parametrize("name", ENDS)
+def test_codes_inputs_and_scales_at_their_ends(name: str) -> None:
+    for byte in (0x00, 0x80, 0x7E, 0xFE, 0xFF):
+        for scale in (6e-8, 60000.0):
+            if (name, byte) != ("fp8", 0xFF):  # No number in float8.
+                _codes_at_an_end(name, byte, scale)
+
+
+def _codes_at_an_end(name: str, byte: int, scale: float) -> None:
     layout = LAYOUTS[name]
     matrix = drawn(layout, 37, 512, seed=1, scale=scale)
     matrix.codes.view(torch.uint8).fill_(byte)
@@ -183,15 +187,14 @@ def test_codes_inputs_and_scales_at_their_ends(name: str, byte: int, scale: floa
             out = torch.full((rows, 37), float("nan"))
             made.write(x, out)
             finite = exact.abs() < 3e38
-            assert ((out - exact).abs() <= limit + 1e-36)[finite].all()
+            assert ((out - exact).abs() <= limit + 1e-36)[finite].all(), (byte, scale, rows)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_no_number_stays_in_its_row(name: str, bad: float) -> None:
+def test_what_is_no_number_stays_in_its_row(name: str) -> None:
     layout = LAYOUTS[name]
     made = compiled(drawn(layout, 40, 256, seed=3))
-    for rows in (1, 12, 80):
+    for rows, bad in itertools.product((1, 12, 80), (float("nan"), float("inf"))):
         x = torch.zeros(rows + 1, 256)
         x[0, 33] = bad
         out = torch.empty(rows + 1, 40)
