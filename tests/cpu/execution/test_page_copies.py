@@ -3,6 +3,7 @@ what leaves is read as late as it may be: tokens are transformers' own."""
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections import deque
@@ -62,9 +63,22 @@ class AsGpu:
         self.copies.close()
 
 
-@pytest.mark.parametrize("kind", SPREAD)
+TIERS = {"RAM": (True, False), "both": (True, True), "disk": (False, True)}
+PAIRS = {
+    ("compiled", "RAM", "full"), ("torch", "RAM", "window"), ("torch", "both", "full"), ("compiled", "both", "window"),
+    ("compiled", "disk", "full"), ("torch", "disk", "window"),
+}  # fmt: skip
+"""Each of one with each of another; the others are for long runs."""
+
+
 @pytest.mark.parametrize(
-    ("in_ram", "on_disk"), [(True, False), (True, True), (False, True)], ids=["RAM", "both", "disk"]
+    ("driver_for", "kind", "in_ram", "on_disk"),
+    [
+        pytest.param(by, kind, *TIERS[tier], id="-".join(names), marks=() if names in PAIRS else pytest.mark.long)
+        for names in itertools.product(("torch", "compiled"), TIERS, SPREAD)
+        for by, tier, kind in [names]
+    ],
+    indirect=["driver_for"],
 )
 def test_random_mixes_over_late_links(
     kind: str,

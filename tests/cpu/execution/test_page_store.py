@@ -52,7 +52,16 @@ def serve(runner: Any, store: PrefixStore, prompts: dict[str, list[int]], source
     return answers, scheduler
 
 
-@pytest.mark.parametrize("window", [None, 9], ids=["full", "window"])
+@pytest.mark.parametrize(
+    ("driver_for", "window"),
+    [
+        pytest.param("compiled", None, id="compiled-full"),
+        pytest.param("torch", 9, id="torch-window"),
+        pytest.param("compiled", 9, id="compiled-window", marks=pytest.mark.long),
+        pytest.param("torch", None, id="torch-full", marks=pytest.mark.long),
+    ],
+    indirect=["driver_for"],
+)
 def test_random_mixes_with_a_store_that_outlives_the_engine(
     window: int | None, tmp_path: Path, oracles: Callable[..., Any], driver_for: Callable[..., Any]
 ) -> None:
