@@ -43,7 +43,8 @@ BLOCK, LARGEST = 32, 32600
 """As native/digits.c rounds: 32 activations to whole numbers with one scale."""
 
 
-@pytest.fixture(scope="module", params=["as chosen", "expanded to float32"])
+# What is expanded is held against transformers in tests/cpu/execution, where models are small.
+@pytest.fixture(scope="module", params=["as chosen", pytest.param("expanded to float32", marks=pytest.mark.long)])
 def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
     expand = "always" if request.param == "expanded to float32" else "auto"
     if expand == "always" and torch.cuda.is_available():
