@@ -102,7 +102,7 @@ class EngineWeights:
     @property
     def in_blocks(self) -> bool:
         """Of a GGUF file."""
-        return any(is_quantized(tensor.layout) for tensor in (self.stored or {}).values() if tensor.packed is None)
+        return _in_blocks(Same(self.stored))
 
     def in_codes(self, *, expand: bool) -> bool:
         """Whether matrices are held as codes with scales. `expand`: all are expanded whose inputs are not rounded."""
@@ -182,11 +182,21 @@ class EngineWeights:
             return f"{self.quantize.upper()}, quantized while loading"
         if self.spec.quantization is not None:
             return described(self.spec.quantization)
-        sizes = Counter[str]()
-        for tensor in (self.stored or {}).values():
-            if is_quantized(tensor.layout):
-                sizes[tensor.layout] += tensor.nbytes
-        return f"GGUF {' and '.join(layout for layout, _ in sizes.most_common(2))}" if sizes else ""
+        return _block_format(Same(self.stored))
+
+
+@lru_cache(maxsize=64)
+def _in_blocks(stored: Same[Mapping[str, StoredTensor] | None]) -> bool:
+    return any(is_quantized(tensor.layout) for tensor in (stored.held or {}).values() if tensor.packed is None)
+
+
+@lru_cache(maxsize=64)
+def _block_format(stored: Same[Mapping[str, StoredTensor] | None]) -> str:
+    sizes = Counter[str]()
+    for tensor in (stored.held or {}).values():
+        if is_quantized(tensor.layout):
+            sizes[tensor.layout] += tensor.nbytes
+    return f"GGUF {' and '.join(layout for layout, _ in sizes.most_common(2))}" if sizes else ""
 
 
 @lru_cache(maxsize=64)
