@@ -97,8 +97,23 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("features", "kernels"), PROCESSORS)
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize(
+    ("model", "features", "kernels", "settings"),
+    [
+        # Each processor with each settings, and each of both with each model; all three in long runs.
+        pytest.param(
+            kind,
+            *PROCESSORS[processor],
+            SETTINGS[number],
+            id=f"{kind}-{processor}-{SETTINGS[number]}",
+            marks=pytest.mark.long if (processor + number) % 2 == (kind == "BF16") else (),
+        )
+        for kind in ("Q4_1", "BF16")
+        for processor in range(len(PROCESSORS))
+        for number in range(len(SETTINGS))
+    ],
+    indirect=["model"],
+)
 def test_plan_and_serve_give_the_same_numbers(
     model: PlannedModel, features: frozenset[str], kernels: bool, settings: dict[str, Any]
 ) -> None:
