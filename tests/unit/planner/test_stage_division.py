@@ -122,5 +122,7 @@ def test_a_plan_of_the_405b_has_a_row_for_each_of_32_ranks() -> None:
     printed = lines(found, width=100)
     assert sum(" to 125 " in line and line.split()[0].isdigit() for line in printed) == 8
     assert any("stages by bytes" in line for line in printed)
-    small = plan("llama-3.1-405b", device="cpu", ram="600GiB", tensor_parallel_size=8, pipeline_parallel_size=4)
-    assert not small.fits
+
+
+def test_a_plan_of_stages_in_too_little_does_not_fit() -> None:
+    assert not plan("llama-3.1-8b", device="cpu", ram="12GiB", tensor_parallel_size=2, pipeline_parallel_size=2).fits
