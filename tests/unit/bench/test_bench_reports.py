@@ -37,7 +37,7 @@ HOSTILE = '<script>alert("x")</script>'
 
 @cache
 def result(
-    seed: int, *, slower: float = 1.0, requests: int = 1500, model: str = "m", busy: float = 0.2, slo: str = "ttft=1s"
+    seed: int, *, slower: float = 1.0, requests: int = 600, model: str = "m", busy: float = 0.2, slo: str = "ttft=1s"
 ) -> BenchResult:
     """Of a server whose latencies were drawn, 30 seconds at peak."""
     draw = random.Random(seed)
