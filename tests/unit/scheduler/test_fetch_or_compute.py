@@ -138,7 +138,7 @@ def drawn(seed: int) -> Costs:
 
 
 @pytest.mark.parametrize("busy", [False, True], ids=["alone", "beside others"])
-@pytest.mark.parametrize("seed", [3, 5, 11, 13, 17, 24])
+@pytest.mark.parametrize("seed", [3, 5, 11, *(pytest.param(seed, marks=pytest.mark.long) for seed in (13, 17, 24))])
 def test_waiting_for_pages_is_not_slower_than_computing(seed: int, busy: bool) -> None:
     fetched_s, computed_s = both(drawn(seed), seed, busy=busy)
     assert fetched_s <= 1.05 * computed_s
