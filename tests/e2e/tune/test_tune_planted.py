@@ -72,7 +72,7 @@ def test_the_planted_optimum_is_found_and_proven(traffic: Path, capsys: pytest.C
 
 
 @pytest.mark.usefixtures("vllm")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_ctrl_c_gives_what_is_known_so_far(traffic: Path, number: signal.Signals) -> None:
     command = [sys.executable, "-m", "holdfast", *words(traffic, "--minutes", "5")]
     command.remove("--quiet")
