@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from whole_tables import check_rows
 
 from holdfast.doctor import diagnose_lines
 from holdfast.doctor.evidence import holdfast_errors
@@ -35,25 +36,27 @@ SEEN = [rule for rule in RULES if rule.patterns]
 EXAMPLES = [(rule, example) for rule in SEEN for example in rule.examples]
 
 
-def _named(value: object) -> str:
-    return value.id if isinstance(value, Rule) else ""
+def test_a_rule_sees_its_own_example() -> None:
+    def check(row: tuple[Rule, str]) -> None:
+        rule, example = row
+        assert worth_reading(example)
+        assert rulebook().anything.search(example)
+        assert rule.match(read_line(example, 1).text) is not None
 
-
-@pytest.mark.parametrize(("rule", "example"), EXAMPLES, ids=_named)
-def test_a_rule_sees_its_own_example(rule: Rule, example: str) -> None:
-    assert worth_reading(example)
-    assert rulebook().anything.search(example)
-    assert rule.match(read_line(example, 1).text) is not None
+    check_rows(EXAMPLES, check, lambda row: f"{row[0].id}: {row[1]}")
 
 
 JUDGED = [(rule, example) for rule, example in EXAMPLES if rule.id != holdfast_errors.RULE]
 
 
-@pytest.mark.parametrize(("rule", "example"), JUDGED, ids=_named)
-def test_an_example_alone_is_judged_by_its_rule(rule: Rule, example: str) -> None:
-    found = diagnose_lines(example.split("\n") * rule.least, "example").findings
-    assert rule.cause in {finding.cause for finding in found}
-    assert all(finding.what and finding.why and "{" not in finding.what for finding in found)
+def test_an_example_alone_is_judged_by_its_rule() -> None:
+    def check(row: tuple[Rule, str]) -> None:
+        rule, example = row
+        found = diagnose_lines(example.split("\n") * rule.least, "example").findings
+        assert rule.cause in {finding.cause for finding in found}
+        assert all(finding.what and finding.why and "{" not in finding.what for finding in found)
+
+    check_rows(JUDGED, check, lambda row: f"{row[0].id}: {row[1]}")
 
 
 def test_every_rule_has_an_example_and_a_source() -> None:
@@ -81,38 +84,43 @@ def test_every_cause_but_two_has_a_rule() -> None:
     assert set(rulebook().causes) - {rule.cause for rule in RULES} <= {"utilization_too_low"}
 
 
-@pytest.mark.parametrize("rule", RULES, ids=_named)
-def test_the_sums_of_a_rule_can_be_worked_out(rule: Rule) -> None:
-    for fix in rule.fix:
-        holds(fix.when, {})
-        for formula in fix.change.values():
-            if isinstance(formula, str) and formula and not formula.startswith("'"):
-                evaluate(formula, {})
+def test_the_sums_of_a_rule_can_be_worked_out() -> None:
+    def check(rule: Rule) -> None:
+        for fix in rule.fix:
+            holds(fix.when, {})
+            for formula in fix.change.values():
+                if isinstance(formula, str) and formula and not formula.startswith("'"):
+                    evaluate(formula, {})
+
+    check_rows(RULES, check, lambda rule: rule.id)
 
 
-@pytest.mark.parametrize("rule", RULES, ids=_named)
-def test_no_fix_is_the_opposite_of_what_the_phase_needs(rule: Rule) -> None:
+def test_no_fix_is_the_opposite_of_what_the_phase_needs() -> None:
     """Too little KV: the utilization may only rise. Out of memory beside the KV: it may only fall."""
-    wants_more = rule.cause in ("kv_cache_too_small_for_max_len", "no_memory_for_kv_blocks", "preemption_thrash")
-    wants_less = rule.cause in WANT_LESS
-    for fix in rule.fix:
-        formula = fix.change.get("gpu-memory-utilization")
-        if formula is None:
-            continue
-        for utilization in (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.92, 0.95):
-            numbers = {
-                "utilization": utilization,
-                "tried_gib": 1.0,
-                "total_gib": 80.0,
-                "others_gib": 10.0,
-                "free_gib": 1.0,
-            }
-            if fix.engines == ("sglang",) or not holds(fix.when, numbers):
+
+    def check(rule: Rule) -> None:
+        wants_more = rule.cause in ("kv_cache_too_small_for_max_len", "no_memory_for_kv_blocks", "preemption_thrash")
+        wants_less = rule.cause in WANT_LESS
+        for fix in rule.fix:
+            formula = fix.change.get("gpu-memory-utilization")
+            if formula is None:
                 continue
-            value = evaluate(str(formula), numbers)
-            assert value is not None
-            assert not (wants_more and value < utilization)
-            assert not (wants_less and value > utilization)
+            for utilization in (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.92, 0.95):
+                numbers = {
+                    "utilization": utilization,
+                    "tried_gib": 1.0,
+                    "total_gib": 80.0,
+                    "others_gib": 10.0,
+                    "free_gib": 1.0,
+                }
+                if fix.engines == ("sglang",) or not holds(fix.when, numbers):
+                    continue
+                value = evaluate(str(formula), numbers)
+                assert value is not None
+                assert not (wants_more and value < utilization)
+                assert not (wants_less and value > utilization)
+
+    check_rows(RULES, check, lambda rule: rule.id)
 
 
 @pytest.mark.parametrize("rule", rulebook().probes, ids=lambda rule: rule.id)

@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from whole_tables import check_rows
 
 from holdfast.errors import ConfigurationError
 from holdfast.hardware import gpus
@@ -24,34 +25,38 @@ def test_there_are_enough_and_of_every_kind() -> None:
     assert {(6, 1), (7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)} <= capabilities
 
 
-@pytest.mark.parametrize("gpu", gpus.entries(), ids=lambda gpu: gpu.key)
-def test_an_entry_is_whole_and_plausible(gpu: gpus.Gpu) -> None:
-    assert gpu.source.startswith("https://")
-    assert 0.6 * gpu.memory_bytes < gpu.usable_bytes <= gpu.memory_bytes + GIB
-    if not gpu.unified:
-        assert gpu.usable_bytes > 0.9 * gpu.memory_bytes
-    assert 50 <= gpu.bandwidth_gb_s <= 10_000
-    assert 1 <= gpu.half_tflops <= 3_000
-    # An H20 has 148 TFLOP/s beside 4 TB/s and a Jetson Thor 258 beside 0.27: beyond these a digit is wrong.
-    assert 5 < 1000 * gpu.half_tflops / gpu.bandwidth_gb_s < 1000
-    assert gpu.fp8_tflops is None or 0.99 < gpu.fp8_tflops / gpu.half_tflops < 2.03
-    assert (gpu.compute_capability is None) == (gpu.vendor != "nvidia")
-    if gpu.compute_capability is not None:
-        assert gpu.bf16 == (gpu.compute_capability >= (8, 0))
-        assert gpu.fp8 == (gpu.compute_capability >= (8, 9))
-    assert gpu.unified == (gpu.host_link.name == "shared memory, no copy")
-    assert gpu.unified or gpu.host_link.gb_s > 5
-    assert gpu.peer_link is None or gpu.peer_link.gb_s > 20
+def test_an_entry_is_whole_and_plausible() -> None:
+    def check(gpu: gpus.Gpu) -> None:
+        assert gpu.source.startswith("https://")
+        assert 0.6 * gpu.memory_bytes < gpu.usable_bytes <= gpu.memory_bytes + GIB
+        if not gpu.unified:
+            assert gpu.usable_bytes > 0.9 * gpu.memory_bytes
+        assert 50 <= gpu.bandwidth_gb_s <= 10_000
+        assert 1 <= gpu.half_tflops <= 3_000
+        # An H20 has 148 TFLOP/s beside 4 TB/s and a Jetson Thor 258 beside 0.27: beyond these a digit is wrong.
+        assert 5 < 1000 * gpu.half_tflops / gpu.bandwidth_gb_s < 1000
+        assert gpu.fp8_tflops is None or 0.99 < gpu.fp8_tflops / gpu.half_tflops < 2.03
+        assert (gpu.compute_capability is None) == (gpu.vendor != "nvidia")
+        if gpu.compute_capability is not None:
+            assert gpu.bf16 == (gpu.compute_capability >= (8, 0))
+            assert gpu.fp8 == (gpu.compute_capability >= (8, 9))
+        assert gpu.unified == (gpu.host_link.name == "shared memory, no copy")
+        assert gpu.unified or gpu.host_link.gb_s > 5
+        assert gpu.peer_link is None or gpu.peer_link.gb_s > 20
+
+    check_rows(gpus.entries(), check, lambda gpu: gpu.key)
 
 
-@pytest.mark.parametrize("gpu", gpus.entries(), ids=lambda gpu: gpu.key)
-def test_every_name_of_an_entry_finds_it(gpu: gpus.Gpu) -> None:
-    for name in (gpu.key, gpu.name, *gpu.aliases):
-        assert gpus.find(name) is gpu
-        assert gpus.find(name.upper()) is gpu
-        assert gpus.find_group(name) == gpus.Gpus(gpu, 1)
-        assert gpus.find_group(f"{name}x2") == gpus.Gpus(gpu, 2)
-        assert gpus.find_group(f"8 x {name}") == gpus.Gpus(gpu, 8)
+def test_every_name_of_an_entry_finds_it() -> None:
+    def check(gpu: gpus.Gpu) -> None:
+        for name in (gpu.key, gpu.name, *gpu.aliases):
+            assert gpus.find(name) is gpu
+            assert gpus.find(name.upper()) is gpu
+            assert gpus.find_group(name) == gpus.Gpus(gpu, 1)
+            assert gpus.find_group(f"{name}x2") == gpus.Gpus(gpu, 2)
+            assert gpus.find_group(f"8 x {name}") == gpus.Gpus(gpu, 8)
+
+    check_rows(gpus.entries(), check, lambda gpu: gpu.key)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from whole_tables import check_rows
 
 from holdfast.errors import ConfigurationError
 from holdfast.models import catalogue, registry
@@ -61,18 +62,20 @@ def test_every_kind_of_quantization_is_there(method: str) -> None:
     assert method in methods
 
 
-@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
-def test_an_entry_is_whole(entry: catalogue.CatalogueEntry) -> None:
-    assert entry.source == f"https://huggingface.co/{entry.hub_id}/blob/main/config.json"
-    assert entry.checked is None or entry.checked.startswith("https://")
-    (architecture,) = entry.config["architectures"]
-    assert architecture[0].isupper()
-    assert _first(entry.config, "num_hidden_layers", "n_layer", "n_layers", "num_layers") >= 8
-    assert _first(entry.config, "hidden_size", "n_embd", "n_embed", "d_model") >= 512
-    assert _first(entry.config, "torch_dtype", "dtype", default="float32") in ("bfloat16", "float16", "float32")
-    for field in ("layer_types", "no_rope_layers"):
-        values = _text(entry.config).get(field)
-        assert values is None or len(values) == _first(entry.config, "num_hidden_layers")
+def test_an_entry_is_whole() -> None:
+    def check(entry: catalogue.CatalogueEntry) -> None:
+        assert entry.source == f"https://huggingface.co/{entry.hub_id}/blob/main/config.json"
+        assert entry.checked is None or entry.checked.startswith("https://")
+        (architecture,) = entry.config["architectures"]
+        assert architecture[0].isupper()
+        assert _first(entry.config, "num_hidden_layers", "n_layer", "n_layers", "num_layers") >= 8
+        assert _first(entry.config, "hidden_size", "n_embd", "n_embed", "d_model") >= 512
+        assert _first(entry.config, "torch_dtype", "dtype", default="float32") in ("bfloat16", "float16", "float32")
+        for field in ("layer_types", "no_rope_layers"):
+            values = _text(entry.config).get(field)
+            assert values is None or len(values) == _first(entry.config, "num_hidden_layers")
+
+    check_rows(ENTRIES, check, lambda entry: entry.name)
 
 
 @pytest.mark.parametrize(
@@ -101,11 +104,13 @@ def _first(config: Any, *names: str, default: Any = None) -> Any:
     return next((_text(config)[name] for name in names if name in _text(config)), default)
 
 
-@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
-def test_every_name_of_an_entry_finds_it(entry: catalogue.CatalogueEntry) -> None:
-    for name in (entry.name, entry.hub_id, *entry.aliases):
-        assert catalogue.find(name) is entry
-        assert catalogue.lookup(name.upper().replace("-", "_")) is entry
+def test_every_name_of_an_entry_finds_it() -> None:
+    def check(entry: catalogue.CatalogueEntry) -> None:
+        for name in (entry.name, entry.hub_id, *entry.aliases):
+            assert catalogue.find(name) is entry
+            assert catalogue.lookup(name.upper().replace("-", "_")) is entry
+
+    check_rows(ENTRIES, check, lambda entry: entry.name)
 
 
 @pytest.mark.parametrize(
@@ -128,11 +133,13 @@ def test_what_people_write(written: str, name: str) -> None:
     assert catalogue.find(written).name == name
 
 
-@pytest.mark.parametrize("entry", DESCRIBED, ids=lambda entry: entry.name)
-def test_the_families_count_what_was_published(entry: catalogue.CatalogueEntry) -> None:
-    spec = registry.describe_config(entry.config)
-    if entry.parameters is not None:
-        assert spec.parameters == entry.parameters
+def test_the_families_count_what_was_published() -> None:
+    def check(entry: catalogue.CatalogueEntry) -> None:
+        spec = registry.describe_config(entry.config)
+        if entry.parameters is not None:
+            assert spec.parameters == entry.parameters
+
+    check_rows(DESCRIBED, check, lambda entry: entry.name)
 
 
 def test_the_families_describe_almost_all() -> None:
