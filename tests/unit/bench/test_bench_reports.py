@@ -35,9 +35,15 @@ from holdfast.units import MIB
 HOSTILE = '<script>alert("x")</script>'
 
 
+@pytest.fixture(autouse=True)
+def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is told apart here lies far apart."""
+    monkeypatch.setattr("holdfast.bench.report.compare.DRAWS", 300)
+
+
 @cache
 def result(
-    seed: int, *, slower: float = 1.0, requests: int = 600, model: str = "m", busy: float = 0.2, slo: str = "ttft=1s"
+    seed: int, *, slower: float = 1.0, requests: int = 1500, model: str = "m", busy: float = 0.2, slo: str = "ttft=1s"
 ) -> BenchResult:
     """Of a server whose latencies were drawn, 30 seconds at peak."""
     draw = random.Random(seed)
