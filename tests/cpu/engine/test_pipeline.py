@@ -43,13 +43,10 @@ def of_one(tiny_model) -> dict[str, Any]:
 
 TWO, FOUR = (1, 2), (2, 2)
 """Ranks of a stage, and stages."""
-# What happens to two stages and to the two ranks of test_rank_faults is quick; four at once, only that they agree.
-mostly_two = pytest.mark.parametrize(
-    "pipeline", [TWO, pytest.param(FOUR, marks=pytest.mark.long)], ids=["pp2", "tp2-pp2"], indirect=True
-)
 
 
-@pytest.fixture(scope="module", params=[TWO, FOUR], ids=["pp2", "tp2-pp2"])
+# What happens to two stages and to the two ranks of test_rank_faults is quick; that four agree is in test_ranks.
+@pytest.fixture(scope="module", params=[TWO, pytest.param(FOUR, marks=pytest.mark.long)], ids=["pp2", "tp2-pp2"])
 def pipeline(tiny_model, request) -> Iterator[LLM]:
     size, stages = request.param
     with make(tiny_model, size, pipeline_parallel_size=stages, engine_hang_timeout=30) as llm:
@@ -67,7 +64,6 @@ def test_stages_say_what_one_rank_says(pipeline: LLM, of_one: dict[str, Any]) ->
     assert [(row.first_layer, row.layers) for row in rows[:: len(rows) // 2]] == [(0, 1), (1, 1)]
 
 
-@mostly_two
 def test_the_pool_changes_on_all_stages(pipeline: LLM, of_one: dict[str, Any]) -> None:
     pipeline._core.resize_kv(pipeline.info.blocks // 2)
     assert tokens(pipeline) == of_one["tokens"]
@@ -75,7 +71,6 @@ def test_the_pool_changes_on_all_stages(pipeline: LLM, of_one: dict[str, Any]) -
     assert tokens(pipeline) == of_one["tokens"]
 
 
-@mostly_two
 @pytest.mark.parametrize("where", ["submit", "result"])
 def test_a_step_that_is_left_in_the_middle_is_left_by_all_stages(
     pipeline: LLM, of_one: dict[str, Any], where: str, monkeypatch: pytest.MonkeyPatch
@@ -103,7 +98,6 @@ def test_a_step_that_is_left_in_the_middle_is_left_by_all_stages(
     assert list(pipeline._core.runner.pids) == before  # type: ignore[attr-defined]
 
 
-@mostly_two
 @pytest.mark.parametrize("shown", [True, False])
 def test_a_plan_that_is_left_while_it_is_sent_is_left_by_all_stages(
     pipeline: LLM, of_one: dict[str, Any], shown: bool, monkeypatch: pytest.MonkeyPatch
@@ -127,7 +121,6 @@ def test_a_plan_that_is_left_while_it_is_sent_is_left_by_all_stages(
     assert tokens(pipeline) == of_one["tokens"]
 
 
-@mostly_two
 def test_requests_that_are_dropped_between_steps_leave_nothing(pipeline: LLM, of_one: dict[str, Any]) -> None:
     """Steps under way that nobody asks for any more are finished in their turn."""
     core, count, schedule = pipeline._core, 0, pipeline._core.scheduler.schedule

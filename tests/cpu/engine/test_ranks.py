@@ -33,7 +33,7 @@ def of_one(by_one) -> list[list[int]]:
     return by_one["tokens"]
 
 
-# Four are long: threads of test_divided_models prove their division, processes of test_pipeline that four meet.
+# Four are long: threads of test_divided_models prove their division, processes in two stages, below, that four meet.
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.long)])
 def several(tiny_model, request) -> Iterator[LLM]:
     with make(tiny_model, request.param) as llm:
