@@ -117,7 +117,9 @@ def all_stay(tmp_path_factory: pytest.TempPathFactory, device: torch.device) -> 
     return cache(lambda kinds: answers(Experts(tmp_path_factory.mktemp("stay"), None, kinds), device))
 
 
-@pytest.mark.parametrize("few", [0, 4, 100], ids=["copied", "both", "over the link"])
+@pytest.mark.parametrize(
+    "few", [0, 4, pytest.param(100, marks=pytest.mark.long)], ids=["copied", "both", "over the link"]
+)
 def test_answers_are_those_of_experts_that_all_stay(
     few: int, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch, all_stay: AllStay
 ) -> None:
