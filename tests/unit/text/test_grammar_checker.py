@@ -303,23 +303,23 @@ def test_tenants_take_turns(service: GrammarService) -> None:
             checker.check(params, stop.is_set, tenant)
         ended.append(tenant)
 
-    threads = [threading.Thread(target=ask, args=[intersection(29, f"T{at}"), "greedy"]) for at in range(20)]
+    threads = [threading.Thread(target=ask, args=[intersection(29, f"T{at}"), "greedy"]) for at in range(90)]
     for thread in threads:
         thread.start()
     ask(form(regex="[0-9]{7}"), "other")
-    assert ended.count("greedy") < 10
+    assert ended.count("greedy") < 45  # Many more than are done before it asks, on however busy a machine.
     stop.set()
     for thread in threads:
         thread.join(PATIENCE_S)
 
 
 def test_a_worker_killed_by_somebody_else_refuses_nothing(service: GrammarService) -> None:
-    checker, killed = GrammarChecker(service), threading.Event()
+    checker, killed, over = GrammarChecker(service), threading.Event(), threading.Event()
     assert service.pid is not None
     before = {child.pid for child in psutil.Process(service.pid).children()}
 
     def kill_one() -> None:
-        while not killed.is_set():
+        while not (killed.is_set() or over.is_set()):
             for child in psutil.Process(service.pid).children():
                 if child.pid not in before:
                     with contextlib.suppress(psutil.NoSuchProcess):
@@ -328,8 +328,16 @@ def test_a_worker_killed_by_somebody_else_refuses_nothing(service: GrammarServic
 
     thread = threading.Thread(target=kill_one)
     thread.start()
-    checker.check(form(json={"type": "object", "properties": {f"k{at}": {"type": "string"} for at in range(200)}}))
-    thread.join(PATIENCE_S)
+    try:
+        deadline_s, last = time.monotonic() + PATIENCE_S, 200
+        while not killed.is_set():  # A worker may be done before it is found.
+            assert time.monotonic() < deadline_s
+            properties = {f"k{at}": {"type": "string"} for at in range(last)}
+            checker.check(form(json={"type": "object", "properties": properties}))
+            last += 1
+    finally:
+        over.set()
+        thread.join(PATIENCE_S)
 
 
 def test_descriptors_of_any_number_and_none_left_behind(service: GrammarService) -> None:
@@ -361,12 +369,12 @@ def test_a_marker_is_never_read_torn() -> None:
             writer.done()
 
     thread = threading.Thread(target=write)
-    thread.start()
     began_s = time.monotonic()
+    thread.start()
     try:
         for _ in range(200_000):
             doing = reader.read()
-            assert doing is None or (doing.number == 7 and doing.began_s >= began_s - 1 and doing.cpu_s > 0)
+            assert doing is None or (doing.number == 7 and doing.began_s >= began_s and doing.cpu_s > 0)
     finally:
         stop.set()
         thread.join(PATIENCE_S)
