@@ -19,7 +19,7 @@ async def test_a_front_that_stands_still_as_its_engine_ends_hears_why(monkeypatc
     child.watch = SimpleNamespace(heard=lambda: None)  # type: ignore[assignment]
 
     async def receive() -> bytes:
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
         time.sleep(0.3)  # As if the system let others run.
         for _ in range(5):  # The loop passes it on from one to the next.
             await asyncio.sleep(0)
