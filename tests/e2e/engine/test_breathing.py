@@ -44,7 +44,9 @@ async def test_an_idle_server_gives_its_kv_cache_back_and_takes_it_when_asked() 
     app = create_app(engine, ServerSettings(served_model_names=("smollm2",)))
     await engine.start()
     try:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here", timeout=PATIENCE_S) as http:
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://here", timeout=PATIENCE_S
+        ) as http:
             full = engine.info.blocks
             first, _ = await answer(http)
             await until(lambda: engine.info.blocks < full)

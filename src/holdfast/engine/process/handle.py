@@ -30,8 +30,8 @@ STOP_TIMEOUT_S = 3.0
 KILLED_S = 20.0
 """For a process that was killed to be gone: one that waits in a driver may never be, and nobody waits for it longer."""
 LAST_WORDS_S, LAST_LOOKS = 1.0, 10
-"""For what a process had written when it ended: on a machine with much to do, a socket takes its time. In so many parts:
-a front that is kept from running for longer than all of it misses one of them."""
+"""For what a process had written when it ended: on a machine with much to do, a socket takes its time. In so many
+parts: a front that is kept from running for longer than all of it misses one of them."""
 
 POLL_S = 0.1
 
