@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from prefix_pages import PAGE_BYTES, FailingCalls, file_of, key_of, opened, put, served, until
+from prefix_pages import DEADLINE_S, PAGE_BYTES, FailingCalls, file_of, key_of, opened, put, served, until
 
 from holdfast.cli.commands.stored import kv_store
 from holdfast.cli.main import main
@@ -27,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
         store = opened(tmp_path / "store", model=model, label=label, calls=one)
         for key in keys:
             put(store, [key], model=model)
-        store.close(5)
+        store.close(DEADLINE_S)
     return tmp_path / "store"
 
 
@@ -36,7 +36,7 @@ def pages_left(folder: Path) -> dict[bytes, int]:
     for model in (b"a", b"b"):
         store = opened(folder, model=model)
         found[model] = len(served(store, KEYS, model=model))
-        store.close(5)
+        store.close(DEADLINE_S)
     return found
 
 
@@ -50,7 +50,7 @@ def test_list(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     server = opened(folder, model=b"b")
     assert main(["kv-store", "ls", str(folder), "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
-    server.close(5)
+    server.close(DEADLINE_S)
     assert listed["total_bytes"] == 12 * PAGE_BYTES
     assert {(one["label"], one["pages"], one["in_use"]) for one in listed["models"]} == {
         ("llama-3.1-8b bf16", 8, False),
@@ -112,7 +112,7 @@ def test_prune_while_a_server_runs(folder: Path, capsys: pytest.CaptureFixture[s
     assert all(put(server, KEYS, model=b"a"))
     assert served(server, KEYS, model=b"a") == KEYS
     file_of(folder, "index")  # The other model's files are gone, the server's are not.
-    server.close(5)
+    server.close(DEADLINE_S)
 
 
 def test_no_store_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
