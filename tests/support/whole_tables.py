@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+import pytest
+
 Row = TypeVar("Row")
 
 
@@ -14,6 +16,6 @@ def check_rows(rows: Iterable[Row], check: Callable[[Row], None], name: Callable
     for row in rows:
         try:
             check(row)
-        except Exception as error:  # What it raises is a failure of that row, whatever it is.
+        except (Exception, pytest.fail.Exception) as error:  # A failure of that row, whatever it is.
             failed.append(f"{name(row)}: {type(error).__name__}: {error}")
     assert not failed, "\n\n".join(failed)

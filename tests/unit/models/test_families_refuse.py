@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from examples import examples
+from whole_tables import check_rows
 
 from holdfast.errors import CheckpointError, ModelError, UnknownArchitectureError
 from holdfast.models import describe_config, from_config, known_architectures, runnable_architectures
@@ -73,28 +74,32 @@ def config(architecture: str, **changes: Any) -> dict[str, Any]:
     return {"architectures": [architecture], "text_config": shape, "vision_config": {"num_hidden_layers": 1}}
 
 
-@pytest.mark.parametrize("architecture", known_architectures())
-def test_every_architecture_can_be_described(architecture: str) -> None:
-    spec = describe_config(config(architecture))
-    assert spec.architecture == architecture
-    assert spec.parameters >= spec.active_parameters > 0
-    assert len({tensor.name for tensor in spec.tensors}) == len(spec.tensors)
-    assert all(tensor.layer is None or tensor.layer < len(spec.layers) for tensor in spec.tensors)
-    for tensor in spec.tensors:
-        assert tensor.shard_axis is None or tensor.shard_axis < len(tensor.shape)
-        assert sum(1 for _ in tensor.in_safetensors()) == (tensor.experts if "{expert}" in tensor.hf_name else 1)
+def test_every_architecture_can_be_described() -> None:
+    def check(architecture: str) -> None:
+        spec = describe_config(config(architecture))
+        assert spec.architecture == architecture
+        assert spec.parameters >= spec.active_parameters > 0
+        assert len({tensor.name for tensor in spec.tensors}) == len(spec.tensors)
+        assert all(tensor.layer is None or tensor.layer < len(spec.layers) for tensor in spec.tensors)
+        for tensor in spec.tensors:
+            assert tensor.shard_axis is None or tensor.shard_axis < len(tensor.shape)
+            assert sum(1 for _ in tensor.in_safetensors()) == (tensor.experts if "{expert}" in tensor.hf_name else 1)
+
+    check_rows(known_architectures(), check, str)
 
 
-@pytest.mark.parametrize("architecture", known_architectures())
-def test_the_engine_says_what_it_lacks_for_others(architecture: str) -> None:
-    if architecture in runnable_architectures():
-        assert from_config(config(architecture)).runnable
-        return
-    with pytest.raises(UnknownArchitectureError) as caught:
-        from_config(config(architecture))
-    assert architecture in str(caught.value)
-    assert "LlamaForCausalLM" in str(caught.value)
-    assert describe_config(config(architecture)).unsupported[0] in str(caught.value)
+def test_the_engine_says_what_it_lacks_for_others() -> None:
+    def check(architecture: str) -> None:
+        if architecture in runnable_architectures():
+            assert from_config(config(architecture)).runnable
+            return
+        with pytest.raises(UnknownArchitectureError) as caught:
+            from_config(config(architecture))
+        assert architecture in str(caught.value)
+        assert "LlamaForCausalLM" in str(caught.value)
+        assert describe_config(config(architecture)).unsupported[0] in str(caught.value)
+
+    check_rows(known_architectures(), check, str)
 
 
 WORDS = [
@@ -139,14 +144,16 @@ OLDER = {
 }
 
 
-@pytest.mark.parametrize("architecture", known_architectures())
-def test_absurd_fields_are_named(architecture: str) -> None:
-    for field, value in BAD:
-        name = OLDER.get(architecture, {}).get(field, field)
-        with pytest.raises(CheckpointError) as caught:
-            describe_config(config(architecture, **{name: value}))
-        assert name in str(caught.value)
-        assert caught.value.code == "HF230"
+def test_absurd_fields_are_named() -> None:
+    def check(architecture: str) -> None:
+        for field, value in BAD:
+            name = OLDER.get(architecture, {}).get(field, field)
+            with pytest.raises(CheckpointError) as caught:
+                describe_config(config(architecture, **{name: value}))
+            assert name in str(caught.value)
+            assert caught.value.code == "HF230"
+
+    check_rows(known_architectures(), check, str)
 
 
 @pytest.mark.parametrize(
