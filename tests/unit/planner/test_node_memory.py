@@ -91,5 +91,5 @@ def test_plan_counts_the_memory_of_all_nodes_and_names_the_node_of_each_rank() -
     assert (alone.fits, found.fits) == (False, True)
     assert [row["node"] for row in found.to_json()["ranks"]] == [0, 1]
     assert "--nnodes 2" in "\n".join(lines(found))
-    with pytest.raises(ConfigurationError, match="1 ranks are not on 2 nodes"):
+    with pytest.raises(ConfigurationError, match=r"1 rank \(-tp 1 x -pp 1\) cannot be on 2 nodes"):
         ask(**asked, nnodes=2)
