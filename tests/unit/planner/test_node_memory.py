@@ -12,7 +12,14 @@ from holdfast.hardware import Memory, Processor
 from holdfast.models import from_config
 from holdfast.planner import Plan, make_cpu_plan
 from holdfast.planner.report.text import lines
-from holdfast.planner.serve.shares.nodes import NodeMemory, available_everywhere, fit_nodes, node_terms, page_bytes
+from holdfast.planner.serve.shares.nodes import (
+    NodeMemory,
+    available_everywhere,
+    fit_nodes,
+    node_loading,
+    node_terms,
+    page_bytes,
+)
 from holdfast.units import GIB
 
 SPEC = from_config(LLAMA_3_8B)
@@ -47,6 +54,29 @@ def test_what_nodes_take_is_what_all_ranks_take(sizes: dict[str, int]) -> None:
     for name, size in plan.terms.items():
         if name != "kv_pool":
             assert sum(part[name] for part in parts) >= size - 2
+
+
+def test_staging_is_counted_where_ranks_read() -> None:
+    """The first and the last stage have a matrix of the vocabulary, which is the largest that is read."""
+    plan = planned(settings(tensor_parallel_size=2, pipeline_parallel_size=3, nnodes=3))
+    first, middle, last = (node_loading(plan, node, 3)["staging"] for node in range(3))
+    assert middle < first / 3
+    assert middle < last / 3
+    assert first + middle + last == next(term.nbytes for term in plan.ranks[0].loading if term.name == "staging")
+    activations = [node_terms(plan, node, 3)["activations"] for node in range(3)]
+    assert activations[2] > activations[1]  # It has the logits of its part of the vocabulary.
+    assert sum(activations) == plan.terms["activations"]
+
+
+def test_a_node_that_cannot_hold_what_its_ranks_read_is_named_before_they_load() -> None:
+    config = settings(tensor_parallel_size=2, pipeline_parallel_size=3, nnodes=3, max_model_len=512)
+    plan = planned(config)
+    serving = sum(node_terms(plan, 2, 3).values()) + plan.engine.blocks * page_bytes(plan, 2, 3)
+    small = NodeMemory(int(serving / config.gpu_memory_utilization) + GIB, "small")
+    fit_nodes(plan, config, [NodeMemory(FREE), small, NodeMemory(FREE)])
+    with pytest.raises(DoesNotFitError, match=r"node 2 \(small\) cannot hold ranks 4 to 5 while they load") as refused:
+        fit_nodes(plan, config, [NodeMemory(FREE), NodeMemory(FREE), small])
+    assert "of staging (what is read at a time)" in str(refused.value)
 
 
 def test_equal_nodes_hold_what_was_planned() -> None:

@@ -45,20 +45,26 @@ def all_nodes(machine: Memory, nodes: int) -> Memory:
 
 def node_terms(plan: Plan, node: int, nodes: int) -> dict[str, int]:
     """What the ranks of a node take, but for the pool."""
+    return {name: _part(plan, name, size, node, nodes) for name, size in plan.terms.items() if name != "kv_pool"}
+
+
+def node_loading(plan: Plan, node: int, nodes: int) -> dict[str, int]:
+    """The same at the peak of loading: what a rank reads at a time lies where that rank is."""
+    return {term.name: _part(plan, term.name, term.nbytes, node, nodes) for term in plan.ranks[0].loading}
+
+
+def _part(plan: Plan, name: str, nbytes: int, node: int, nodes: int) -> int:
+    """Of a term of all ranks. What no rank has for itself, the first one has."""
     engine, ranks = plan.engine, ranks_of(plan, node, nodes)
-    found = dict[str, int]()
-    for name, size in plan.terms.items():
-        if name == "kv_pool":
-            continue
-        if name == "weights":
-            found[name] = sum(engine.rank_weights[rank] for rank in ranks)
-        elif name in OF_EACH_NODE:
-            found[name] = size
-        elif name in OF_THE_HEAD:
-            found[name] = size if node == 0 else 0
-        else:
-            found[name] = size * len(ranks) // engine.rank_count
-    return found
+    if name == "weights":
+        return sum(engine.rank_weights[rank] for rank in ranks)
+    if name in OF_EACH_NODE:
+        return nbytes
+    if name in OF_THE_HEAD:
+        return nbytes if node == 0 else 0
+    if node > 0:
+        return sum(engine.rank_terms[rank].get(name, 0) for rank in ranks)
+    return nbytes - sum(terms.get(name, 0) for terms in engine.rank_terms[len(ranks) :])
 
 
 def ranks_of(plan: Plan, node: int, nodes: int) -> range:
@@ -76,6 +82,8 @@ def fit_nodes(plan: Plan, config: EngineConfig, machines: Sequence[NodeMemory]) 
     nodes, limits = len(machines), plan.limits
     blocks, least = plan.engine.blocks, 0
     for node, machine in enumerate(machines):
+        if _loading(plan, node, nodes) > _budget(plan, config, machine, node, nodes):
+            raise _does_not_load(plan, config, machine, node, nodes)
         room = _room(plan, config, machine, node, nodes)
         held = max(0, room) // (page_bytes(plan, node, nodes) + (BOOK_BYTES if node == 0 else 0))
         if held < blocks:
@@ -112,14 +120,47 @@ def _stays_free(plan: Plan, config: EngineConfig, free_bytes: int, node: int, no
 
 
 def _room(plan: Plan, config: EngineConfig, machine: NodeMemory, node: int, nodes: int) -> int:
-    """For a node's part of the pool, before anything is loaded."""
+    """For a node's part of the pool, and on the head its books, before anything is loaded."""
     terms = node_terms(plan, node, nodes)
+    books = plan.engine.blocks * BOOK_BYTES if node == 0 else 0
     room = machine.free_bytes - _stays_free(plan, config, machine.free_bytes, node, nodes) - _coming(terms, node)
-    return room if config.ram is None else min(room, config.ram - sum(terms.values()))
+    return books + (room if config.ram is None else min(room, config.ram - sum(terms.values())))
 
 
 def _coming(terms: Mapping[str, int], node: int) -> int:
     return sum(size for name, size in terms.items() if node > 0 or name not in RUNNING_ALREADY)
+
+
+def _loading(plan: Plan, node: int, nodes: int) -> int:
+    return _coming(node_loading(plan, node, nodes), node)
+
+
+def _budget(plan: Plan, config: EngineConfig, machine: NodeMemory, node: int, nodes: int) -> int:
+    """What may be used of a node beside what runs there already."""
+    budget = machine.free_bytes - _stays_free(plan, config, machine.free_bytes, node, nodes)
+    if config.ram is None:
+        return budget
+    terms = node_terms(plan, node, nodes)
+    return min(budget, config.ram - sum(terms.values()) + _coming(terms, node))
+
+
+def _named_ranks(plan: Plan, node: int, nodes: int) -> str:
+    ranks = ranks_of(plan, node, nodes)
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+
+
+def _does_not_load(plan: Plan, config: EngineConfig, machine: NodeMemory, node: int, nodes: int) -> DoesNotFitError:
+    needed, budget = _loading(plan, node, nodes), _budget(plan, config, machine, node, nodes)
+    held = node_loading(plan, node, nodes)
+    return DoesNotFitError(
+        f"node {node} ({machine.name}) cannot hold {_named_ranks(plan, node, nodes)} while they load",
+        needed=f"{format_bytes(needed)}: {format_bytes(held['weights'])} of weights, {format_bytes(held['staging'])} of"
+        " staging (what is read at a time), and what processes take",
+        found=f"{format_bytes(machine.free_bytes)} free there, of which {format_bytes(max(0, budget))} may be used:"
+        f" {format_bytes(max(0, needed - budget))} short",
+        fix="more nodes, or free memory there",
+        field="nnodes",
+    )
 
 
 def _does_not_fit(plan: Plan, config: EngineConfig, machine: NodeMemory, node: int, nodes: int) -> DoesNotFitError:
@@ -128,12 +169,10 @@ def _does_not_fit(plan: Plan, config: EngineConfig, machine: NodeMemory, node: i
     pages = 1 + plan.engine.layout.peak_blocks(length, limits.max_num_batched_tokens)
     pool = pages * page_bytes(plan, node, nodes)
     needed = _coming(node_terms(plan, node, nodes), node) + pool
-    budget = machine.free_bytes - _stays_free(plan, config, machine.free_bytes, node, nodes)
-    budget = budget if config.ram is None else min(budget, config.ram)
-    named = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+    budget = _budget(plan, config, machine, node, nodes)
     weights = sum(plan.engine.rank_weights[rank] for rank in ranks)
     return DoesNotFitError(
-        f"node {node} ({machine.name}) cannot hold {named}",
+        f"node {node} ({machine.name}) cannot hold {_named_ranks(plan, node, nodes)}",
         needed=f"{format_bytes(needed)}: {format_bytes(weights)} of weights, {format_bytes(pool)} of KV for a context"
         f" of {length:,}, and what steps take",
         found=f"{format_bytes(machine.free_bytes)} free there, of which {format_bytes(max(0, budget))} may be used:"
