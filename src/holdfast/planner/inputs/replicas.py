@@ -96,7 +96,7 @@ def all_machines(machine: Machine, config: PlanConfig) -> tuple[Machine, tuple[D
         )
         for device in machine.devices
     )
-    reason = "each as large as this one; memory is that of all of them"
+    reason = "each as large as this one"
     said = Decision("nnodes", counted(nodes, "node"), reason, "set")
     return replace(machine, devices=devices, cores=machine.cores * nodes), (said,)
 

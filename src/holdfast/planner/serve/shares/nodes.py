@@ -14,8 +14,10 @@ from holdfast.config import EngineConfig
 from holdfast.errors import DoesNotFitError
 from holdfast.footprint.cpu import BOOK_BYTES
 from holdfast.hardware import Memory
-from holdfast.planner.fit.result import Plan
+from holdfast.observability.decisions import Decision
+from holdfast.planner.fit.result import Plan, Rank
 from holdfast.planner.serve.settle import longest_context, settle_pool
+from holdfast.planner.sizing.terms import Term
 from holdfast.units import counted, format_bytes
 
 OF_THE_HEAD = ("front", "logits", "grammars")
@@ -75,6 +77,80 @@ def ranks_of(plan: Plan, node: int, nodes: int) -> range:
 def page_bytes(plan: Plan, node: int, nodes: int) -> int:
     """Of a page, what the ranks of a node hold."""
     return sum(plan.engine.layout_of(rank).page_bytes for rank in ranks_of(plan, node, nodes))
+
+
+def node_shares(plan: Plan) -> tuple[Rank, ...]:
+    """Of several nodes that are all alike, what each holds, as if it were a device of its own; else the plan's own
+    ranks."""
+    nodes = plan.question.settings.nodes
+    if nodes == 1 or plan.own is None:
+        return plan.ranks
+    return tuple(_share(plan, node, nodes) for node in range(nodes))
+
+
+def _share(plan: Plan, node: int, nodes: int) -> Rank:
+    (rank,), page, own = plan.ranks, page_bytes(plan, node, nodes), plan.engine
+    device = replace(
+        rank.device,
+        index=node,
+        total_bytes=rank.device.total_bytes // nodes,
+        free_bytes=rank.device.free_bytes // nodes,
+        budget_bytes=None if rank.device.budget_bytes is None else rank.device.budget_bytes // nodes,
+    )
+    sure = {term.name: term.uncertainty for term in rank.terms}
+    terms, loading = node_terms(plan, node, nodes), node_loading(plan, node, nodes)
+    whole = own.layout.page_bytes
+    return replace(
+        rank,
+        device=device,
+        budget_bytes=rank.budget_bytes // nodes,
+        terms=tuple(Term(name, size, sure.get(name, 0.0)) for name, size in terms.items() if size),
+        loading=tuple(Term(name, size, sure.get(name, 0.0)) for name, size in loading.items() if size),
+        kv=replace(
+            rank.kv,
+            growing_bytes=rank.kv.growing_bytes * page // whole,
+            windows=tuple((window, size * page // whole) for window, size in rank.kv.windows),
+        ),
+        null_bytes=page,
+        most_kv_bytes=None if rank.most_kv_bytes is None else rank.most_kv_bytes * page // whole,
+        held_bytes=None if rank.held_bytes is None else rank.held_bytes * page // whole,
+    )
+
+
+def held_by_each(plan: Plan) -> Plan:
+    """A plan of all nodes together, as each of them can hold its part where all are alike: the first has the API too,
+    and layers are not even. One that does not fit where a node cannot."""
+    nodes = plan.question.settings.nodes
+    if nodes == 1 or plan.own is None or not plan.fits:
+        return plan
+    short = max(max(plan.needed_bytes(one) - one.left_bytes, one.loading_short_bytes) for one in node_shares(plan))
+    if short > 0:
+        return replace(plan, fits=False, short_bytes=short)
+    rooms = list[int]()
+    for node, one in enumerate(node_shares(plan)):
+        books = BOOK_BYTES if node == 0 else 0
+        room = one.budget_bytes - sum(term.nbytes for term in one.terms) + plan.engine.blocks * books
+        rooms.append(room // (one.null_bytes + books))
+    least = min(range(nodes), key=rooms.__getitem__)
+    return plan if rooms[least] >= plan.engine.blocks else _with_pool(plan, rooms[least], least)
+
+
+def _with_pool(plan: Plan, blocks: int, node: int) -> Plan:
+    """With the pool that this node can hold its part of."""
+    (rank,), page, limits = plan.ranks, plan.engine.layout.page_bytes, plan.limits
+    value = f"{format_bytes(blocks * page)} ({counted(blocks - 1, 'block')} and the null page)"
+    reason = f"node {node} holds no more; all together would hold {counted(plan.engine.blocks - 1, 'block')}"
+    said = (Decision(one.field, value, reason, one.source, lowered=True) if one.field == "kv_pool" else one
+            for one in plan.decisions)  # fmt: skip
+    length = limits.max_model_len if plan.length_is_set else longest_context(plan, blocks)
+    return replace(
+        plan,
+        own=replace(plan.engine, blocks=blocks, most_blocks=blocks),
+        ranks=(replace(rank, most_kv_bytes=(blocks - 1) * page),),
+        limits=replace(limits, max_model_len=length),
+        longest_tokens=min(plan.longest_tokens, length),
+        decisions=tuple(said),
+    )
 
 
 def fit_nodes(plan: Plan, config: EngineConfig, machines: Sequence[NodeMemory]) -> Plan:
