@@ -200,3 +200,28 @@ def test_the_pool_is_what_the_node_with_the_least_room_holds() -> None:
     assert "node 0 holds no more; all together would hold" in pool.reason
     for row in found.to_json()["devices"]:
         assert sum(row["terms"].values()) <= row["budget_bytes"]
+
+
+def test_the_books_of_a_server_are_those_of_its_own_machine() -> None:
+    """Processes of others cannot be measured here: their plan beside these would look like memory that is missing."""
+    from holdfast.engine.ranks.messages import Measured
+    from holdfast.engine.startup.build import _settled
+
+    plan = planned(settings(tensor_parallel_size=2))
+    names = ("framework", "libraries", "weights", "activations")
+    ranks = [
+        Measured(dict.fromkeys(names, 100 * rank), nameless_bytes=0, given_back_bytes=rank, peak_bytes=rank)
+        for rank in range(1, 5)
+    ]
+    _, report = _settled(plan, ranks, [], plan.device.free_bytes)
+    terms = {term.term: term for term in report.terms}
+    assert report.total_bytes == FREE
+    assert report.budget_bytes == plan.budget_bytes // 2
+    assert report.limited_by == "machine; node 0 of 2, this one"
+    assert terms["weights"].planned_bytes == sum(plan.engine.rank_weights[:2])
+    assert terms["weights"].measured_bytes == 100 + 200
+    assert terms["libraries"].measured_bytes == 200
+    assert terms["kv_pool"].planned_bytes == plan.engine.blocks * page_bytes(plan, 0, 2)
+    assert report.page_bytes == page_bytes(plan, 0, 2)
+    assert (report.given_back_bytes, report.loading_peak_bytes) == (3, 3)
+    assert report.loading_bytes == sum(node_loading(plan, 0, 2).values())
