@@ -252,7 +252,7 @@ def _run(
 ) -> int:
     import holdfast
     from holdfast.checkpoints import DEFAULT_MODEL
-    from holdfast.cli.servers.node import check_headless, node_state, run_node
+    from holdfast.cli.servers.node import check_headless, run_node
     from holdfast.cli.servers.register import ServerEntry
     from holdfast.cli.servers.reload import SettingsReload
     from holdfast.engine.data_parallel.open import open_engine, plan_engines
@@ -279,9 +279,7 @@ def _run(
     check_headless(engine_config, server_config)
     if engine_config.node_rank > 0:
         early.end()
-        named = engine_config.model or DEFAULT_MODEL
-        own = ServerEntry(node_state(engine_config), model=named, settings=given, certificate=None, words=words)
-        return run_node(engine_config, server_config, own)
+        return run_node(engine_config, server_config, given, words)
     engine_config, made = with_secret(engine_config)
     if made:
         log.warning("start the other nodes with HOLDFAST_NODE_SECRET=%s", engine_config.node_secret)

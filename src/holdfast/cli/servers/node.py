@@ -7,10 +7,10 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from holdfast.cli.servers.registry import NodeState
 from holdfast.config import EngineConfig, ServerConfig
@@ -38,12 +38,18 @@ def check_headless(engine_config: EngineConfig, server_config: ServerConfig) -> 
         )
 
 
-def run_node(engine_config: EngineConfig, server_config: ServerConfig, entry: ServerEntry) -> int:
-    """Until the head says that it is over. `entry`: where it is listed, with whether it has found the head."""
+def run_node(
+    engine_config: EngineConfig, server_config: ServerConfig, given: Mapping[str, Any], words: Sequence[str]
+) -> int:
+    """Until the head says that it is over. `given`: settings, and `words`: all that was typed, for its entry."""
+    from holdfast.checkpoints import DEFAULT_MODEL
+    from holdfast.cli.servers.register import ServerEntry
     from holdfast.engine.ranks.nodes.secret import with_secret
     from holdfast.engine.startup.build import find_model
     from holdfast.engine.startup.select_device import settle_device
 
+    named = engine_config.model or DEFAULT_MODEL
+    entry = ServerEntry(node_state(engine_config), model=named, settings=given, certificate=None, words=words)
     config, _ = with_secret(settle_device(engine_config))
     model = find_model(config, text=False)
     entry.found(names=(model.files.name,), path=model.files.path)

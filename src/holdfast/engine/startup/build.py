@@ -32,7 +32,7 @@ from holdfast.config import EngineConfig
 from holdfast.engine.core.kv_store import files_stamp, open_kv_store
 from holdfast.engine.requests.adapters import check_lora_dtype
 from holdfast.engine.startup.engine_info import engine_info
-from holdfast.engine.startup.plan_lines import planned_terms
+from holdfast.engine.startup.plan_lines import memory_report
 from holdfast.engine.startup.unused_tensors import refuse_unclaimed, warn_of_unused
 from holdfast.errors import (
     ConfigurationError,
@@ -50,8 +50,7 @@ from holdfast.models.families.classifier import FROM_TOKENS, TOKEN_IDS
 from holdfast.planner import Plan, largest_pool, make_cpu_plan, settle_pool
 from holdfast.planner.models.requested import requested
 from holdfast.planner.serve.shares.engines import gpus_share, one_share, ram_share
-from holdfast.planner.serve.shares.nodes import node_loading, node_terms, page_bytes
-from holdfast.records import EngineInfo, LowerTier, MemoryReport, MemoryTerm
+from holdfast.records import EngineInfo, LowerTier, MemoryReport
 from holdfast.scheduler import Scheduler, SchedulerLimits
 from holdfast.units import shorten
 
@@ -441,43 +440,7 @@ def _settled(
     own = {name: size for name, size in measured.items() if name not in left_out}
     own["activations"] += _not_spare(plan, own, sum(rank.nameless_bytes for rank in ranks))
     settled = settle_pool(plan, available, own)
-    return settled, _report(plan, settled, ranks, measured, below)
-
-
-def _report(
-    plan: Plan, settled: Plan, ranks: Sequence[Measured], measured: Mapping[str, int], below: list[LowerTier]
-) -> MemoryReport:
-    """The books of this machine: of several nodes those of the head, whose processes can be measured. `measured`: of
-    all ranks."""
-    nodes, planned, loading = plan.question.settings.nodes, plan.terms, plan.loading_bytes
-    page, limited_by = plan.engine.layout.page_bytes, plan.device.limited_by
-    if nodes > 1:
-        ranks = ranks[: len(ranks) // nodes]
-        measured = {name: sum(rank.terms.get(name, 0) for rank in ranks) for name in measured}
-        measured["libraries"] = max(rank.terms["libraries"] for rank in ranks)
-        page, loading = page_bytes(plan, 0, nodes), sum(node_loading(plan, 0, nodes).values())
-        planned = node_terms(plan, 0, nodes) | {"kv_pool": plan.engine.blocks * page}
-        limited_by = f"{limited_by.partition(';')[0]}; node 0 of {nodes}, this one"
-    return MemoryReport(
-        total_bytes=plan.device.total_bytes // nodes,
-        free_bytes=plan.device.free_bytes // nodes,
-        limited_by=limited_by,
-        budget_bytes=plan.budget_bytes // nodes,
-        terms=[
-            MemoryTerm(
-                tier=term.tier,
-                term=term.term,
-                planned_bytes=planned.get(term.term, 0),
-                measured_bytes=measured.get(term.term),
-            )
-            for term in planned_terms(settled)
-        ],
-        page_bytes=page,
-        given_back_bytes=sum(rank.given_back_bytes for rank in ranks),
-        loading_bytes=loading,
-        loading_peak_bytes=sum(rank.peak_bytes for rank in ranks),
-        below=below,
-    )
+    return settled, memory_report(plan, settled, ranks, measured, below)
 
 
 def _not_spare(plan: Plan, measured: Mapping[str, int], nameless_bytes: int) -> int:
