@@ -2,6 +2,7 @@
 
     python -m benchmarks.tune_grid --out results/tune.json                 one server at a time, about an hour
     python -m benchmarks.tune_grid --out results/tune.json --at-once 5     on 16 cores: 15 minutes
+    python -m benchmarks.tune_grid --out results/tune.json --slo-times 6   beside other work: an SLO that can be kept there
     bash benchmarks/tune_grid_job.sh FOLDER                                the same, in pieces of at most 9 minutes
 
 The grid is small enough to measure all of it, each configuration in turn, as often as `--repeats` says. What tune kept
@@ -167,7 +168,9 @@ def settings_of(shape: dict[str, Any], arguments: argparse.Namespace, folder: st
         flags=(*FLAGS, *DUMMY_FLAGS) if dummy else FLAGS,
         arrivals=arrivals_of(shape, 10 * seconds),
         seconds=seconds,
-        objectives=parse_slo(shape["slo"]),
+        objectives=tuple(
+            msgspec.structs.replace(one, seconds=arguments.slo_times * one.seconds) for one in parse_slo(shape["slo"])
+        ),
         endpoint="/v1/completions" if dummy else "/v1/chat/completions",
         token_ids=dummy,
     )
@@ -181,13 +184,14 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--trial", default="10s")
     parser.add_argument("--repeats", type=int, default=3, help="of each point of the grid (default: 3)")
     parser.add_argument("--at-once", type=int, default=1, metavar="N", help="servers beside each other (default: 1)")
+    parser.add_argument("--slo-times", type=float, default=1.0, metavar="X", help="the SLO's times, so many times")
     parser.add_argument("--points", type=int, default=len(POINTS), help="of the grid; fewer to try this program out")
     return parser
 
 
 def main() -> int:
     arguments = options().parse_args()
-    names = ("model", "minutes", "trial", "repeats", "at_once", "points")
+    names = ("model", "minutes", "trial", "repeats", "at_once", "points", "slo_times")
     results = Results(arguments.out, {name: getattr(arguments, name) for name in names})
     trials = LaneTrials(lanes_of(cores_here(), arguments.at_once))
     print("lanes:", [lane._asdict() for lane in trials.lanes], flush=True)
