@@ -2,7 +2,7 @@
 
     python -m benchmarks.tune_grid --out results/tune.json                 one server at a time, about an hour
     python -m benchmarks.tune_grid --out results/tune.json --at-once 5     on 16 cores: 15 minutes
-    python -m benchmarks.tune_grid --out results/tune.json --slo-times 6   beside other work: an SLO that can be kept there
+    python -m benchmarks.tune_grid --out results/tune.json --slo-times 6   an SLO that a busy machine can keep
     bash benchmarks/tune_grid_job.sh FOLDER                                the same, in pieces of at most 9 minutes
 
 The grid is small enough to measure all of it, each configuration in turn, as often as `--repeats` says. What tune kept
@@ -36,8 +36,8 @@ from holdfast.bench.load.load import Arrival
 from holdfast.bench.measure.objectives import parse_slo
 from holdfast.tune.configuration import Axis, ServerConfiguration
 from holdfast.tune.measure import TrialSettings
-from holdfast.tune.pruning import configuration_at
 from holdfast.tune.report import trial_line
+from holdfast.tune.space.pruning import configuration_at
 from holdfast.tune.trial import Stage, Trial
 from holdfast.tune.tuner import Tuner
 from holdfast.units import parse_duration

@@ -42,8 +42,8 @@ def lines(result: TuneResult) -> Iterator[str]:
     tried = {tuple(trial.settings.items()) for trial in result.trials}
     yield f"  {len(tried):,} run in {counted(len(result.trials), 'trial')}, {format_duration(result.seconds)}"
     yield f"  the search ended because {result.ended}"
-    if not result.lossy:
-        yield "  not tried: an FP8 KV cache and quantized weights, which change answers (--lossy)"
+    for one in result.not_varied:
+        yield f"  not varied: {', '.join(one.names)}: {one.why}"
     yield ""
     yield from _table(result)
     for warning in sorted({warning for trial in result.trials for warning in trial.warnings}):

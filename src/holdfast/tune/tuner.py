@@ -25,6 +25,8 @@ FASTEST = 64.0
 FINALISTS = 3
 PROOF_SHARE = 0.5
 """Of the time, at most, that is kept for proving the gain."""
+ALIKE = 0.01
+"""Share of what the best is worth, by which another may be below it and count as equal."""
 OWN_PACE = 1.0
 KEPT_SHARE = 0.99
 """Of requests within the SLO: from there on a faster replay is needed to tell configurations apart."""
@@ -69,6 +71,18 @@ class TuneOutcome(msgspec.Struct, frozen=True, kw_only=True):
         mine = [trial for trial in self.trials if trial.configuration == self.kept]
         own = [trial for trial in mine if trial.speed == OWN_PACE]
         return all(standing(own or mine))
+
+
+def _plainest_first(
+    ordered: Sequence[ServerConfiguration], rank: Callable[[ServerConfiguration], tuple[object, float]]
+) -> list[ServerConfiguration]:
+    """Of those that are as good as the first, those with the fewest settings first: a setting that changes nothing is
+    one more to explain and to carry along."""
+    if not ordered:
+        return []
+    standing_of_first, most = rank(ordered[0])
+    alike = [one for one in ordered if rank(one)[0] == standing_of_first and rank(one)[1] >= (1 - ALIKE) * most]
+    return [*sorted(alike, key=lambda one: len(one.changes)), *(one for one in ordered if one not in alike)]
 
 
 class Tuner:
@@ -233,7 +247,8 @@ class Tuner:
         tried = dict.fromkeys(trial.configuration for trial in here if not trial.configuration.is_default)
         standings = {one: standing([trial for trial in here if trial.configuration == one]) for one in tried}
         lived = [one for one in tried if standings[one][0]]
-        return sorted(lived, key=lambda one: (standings[one], worth[places[one]]), reverse=True)
+        ordered = sorted(lived, key=lambda one: (standings[one], worth[places[one]]), reverse=True)
+        return _plainest_first(ordered, lambda one: (standings[one], worth[places[one]]))
 
     def _left_s(self) -> float:
         return self._ends_s - self._clock()

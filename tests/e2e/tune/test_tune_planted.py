@@ -103,6 +103,12 @@ def test_what_cannot_be_tuned_is_refused(
     assert main(["tune", "http://127.0.0.1:8000", *ours[2:]]) == 2
     assert "holdfast bench http://127.0.0.1:8000" in capsys.readouterr().err
     assert main(["tune", "./no-such-model", *ours[2:]]) == 2
+    assert main([*ours, "--kv-store", "/disk"]) == 2  # It could not be of use: nothing is known to be in common.
+    assert "--prefix-tokens 1000" in capsys.readouterr().err
+    for disk in ("--kv-store", "--nvme-path"):
+        assert main([*ours, "--engine", "vllm", disk, "/disk"]) == 2
+        assert f"leave {disk} out" in capsys.readouterr().err
+    assert main([*ours, "--prefixes", "0"]) == 2
     assert main([*ours, "--speed", "fast"]) == 2
     assert main([*ours, "--minutes", "0"]) == 2
     assert main(["tune", "smollm2", "--slo", "ttft=1s"]) == 2

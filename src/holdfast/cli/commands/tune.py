@@ -23,12 +23,13 @@ from holdfast.errors import ConfigurationError, ModelError
 from holdfast.units import shorten
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from holdfast.bench.load.load import Arrival
     from holdfast.tune.configuration import ServerConfiguration
     from holdfast.tune.measure import ServerTrials
     from holdfast.tune.result import TuneResult
+    from holdfast.tune.space.kv_tiers import CommonPrefixes
     from holdfast.tune.trial import Stage, Trial
     from holdfast.tune.tuner import Measure
 
@@ -73,7 +74,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lossy", action="store_true", help="try also what changes answers: KV type, quantized weights"
     )
-    parser.add_argument("--nvme-path", metavar="DIR", help="try also layers on this disk (holdfast on a CPU)")
+    parser.add_argument("--nvme-path", metavar="DIR", help="try also layers on this disk (holdfast)")
+    parser.add_argument("--kv-store", metavar="DIR", help="try also KV of prefixes on this disk (holdfast)")
+    parser.add_argument(
+        "--prefix-tokens", type=int, default=0, metavar="N", help="tokens that prompts begin with in common"
+    )
+    parser.add_argument(
+        "--prefix-share", default="100%", metavar="SHARE", help="of prompts that do so (default: 100%%)"
+    )
+    parser.add_argument("--prefixes", type=int, default=1, metavar="K", help="number of such beginnings (default: 1)")
     parser.add_argument("--serve-flags", default="", metavar='"FLAGS"', help="of every server; what they set stays")
     parser.add_argument("--headroom", default="5%", metavar="SHARE", help="RAM and VRAM to stay free (default: 5%%)")
     parser.add_argument("--max-errors", default="0.1%", metavar="SHARE", help="of requests (default: 0.1%%)")
@@ -121,12 +130,15 @@ def run(arguments: argparse.Namespace) -> int:
     return KEEP if result.held else MISSED
 
 
-def _arrivals(source: str) -> tuple[Arrival, ...]:
-    """What helps where it cannot be replayed is another file: there are no flags for a load here."""
+def _arrivals(source: str, prefix_tokens: int) -> tuple[Arrival, ...]:
+    """A prompt that is shorter than what prompts have in common is made as long as that. What helps where it cannot be
+    replayed is another file: there are no flags for a load here."""
     from holdfast.bench.load.inputs import read_replay
+    from holdfast.bench.load.load import Arrival
 
+    least = prefix_tokens + 1
     try:
-        return read_replay(source)
+        return tuple(Arrival(one.at_s, max(least, one.prompt_tokens), one.output_tokens) for one in read_replay(source))
     except ConfigurationError as error:
         error.fix = (
             "--traffic FILE with what a server wrote (holdfast serve MODEL > access.log), or with lines such as"
@@ -140,18 +152,21 @@ def tuned(arguments: argparse.Namespace) -> TuneResult:
     from holdfast.bench.measure.objectives import parse_slo
     from holdfast.tune.configuration import DEFAULT, program
     from holdfast.tune.measure import ServerTrials, TrialSettings
-    from holdfast.tune.pruning import Planner, Survivors, most_goodput, survivors
     from holdfast.tune.result import make_result
-    from holdfast.tune.space import axes_of
+    from holdfast.tune.space.axes import space_of
+    from holdfast.tune.space.plans import Planner
+    from holdfast.tune.space.pruning import PrunedAgainst, Survivors, most_goodput, survivors
     from holdfast.tune.tuner import Tuner
 
     began_s = time.monotonic()
-    objectives, speed = parse_slo(arguments.slo), _speed(arguments.speed)
+    objectives, speed, prefixes = parse_slo(arguments.slo), _speed(arguments.speed), _prefixes(arguments)
     headroom = parse_share(arguments.headroom, field="headroom")
-    flags, arrivals = shlex.split(arguments.serve_flags), _arrivals(arguments.traffic)
+    _check_disks(arguments)
+    flags, arrivals = shlex.split(arguments.serve_flags), _arrivals(arguments.traffic, prefixes.tokens)
     seconds = _trial_s(arguments)
     program(arguments.engine)
-    planner = Planner(arguments.model, engine=arguments.engine, settings=planned_settings(flags))
+    asked = settings_of_flags(flags, arguments.engine)
+    planner = Planner(arguments.model, engine=arguments.engine, settings=planned_settings(asked))
     default = planner.plan(DEFAULT)
     _check_lengths(arrivals, default.question.model.spec.max_position)
     trials = ServerTrials(
@@ -165,23 +180,29 @@ def tuned(arguments: argparse.Namespace) -> TuneResult:
             headroom=headroom,
             error_share=parse_share(arguments.max_errors, field="max-errors"),
             endpoint=arguments.endpoint,
+            prefixes=prefixes,
             workers=arguments.workers,
             seed=arguments.seed,
             api_key=os.environ.get("HOLDFAST_API_KEY"),
         )
     )
-    axes = axes_of(
+    space = space_of(
         default,
         arrivals,
         engine=arguments.engine,
         lossy=arguments.lossy,
         nvme_path=arguments.nvme_path,
-        fixed=frozenset(planned_settings(flags)),
+        kv_store=arguments.kv_store,
+        fixed=frozenset(asked),
     )
 
     @cache
     def choices(pace: float) -> Survivors:
-        found = survivors(axes, planner, trials.replay(pace), engine=arguments.engine, headroom=headroom)
+        against = PrunedAgainst(
+            arrivals=trials.replay(pace), engine=arguments.engine, headroom=headroom, prefixes=prefixes,
+            most_ranks=space.most_ranks,
+        )  # fmt: skip
+        found = survivors(space.axes, planner, against)
         if not arguments.quiet:
             print(
                 f"holdfast: {len(found.servers):,} of {found.combinations:,} configurations are worth a run",
@@ -202,24 +223,67 @@ def tuned(arguments: argparse.Namespace) -> TuneResult:
         outcome, choices(outcome.speed), model=arguments.model, engine=arguments.engine, flags=flags,
         source=shorten(arguments.traffic), arrivals=arrivals, replay=trials.replay(outcome.speed), trial_s=seconds,
         objectives=objectives, headroom=headroom, lossy=arguments.lossy, seconds=time.monotonic() - began_s,
+        left_out=space.left_out,
     )  # fmt: skip
 
 
-def planned_settings(flags: Sequence[str]) -> dict[str, Any]:
-    """What the planner knows of these flags."""
+def settings_of_flags(flags: Sequence[str], engine: str) -> dict[str, Any]:
+    """What these flags set, by our names: a server has them once, so that what is set here is not varied."""
+    from holdfast.doctor.command.parse import parse_command
+
+    command = parse_command(f"{engine} serve MODEL {shlex.join(flags)}")
+    assert command is not None
+    found: dict[str, Any] = {flag.name.replace("-", "_"): flag.value if flag.values else True for flag in command.flags}
+    if engine == "holdfast" and found.keys() & {"kv_offloading_size", "swap_space"}:
+        found.setdefault("kv_ram", None)  # The same by other names.
+    return found
+
+
+def planned_settings(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """What the planner knows of them."""
     from dataclasses import fields
 
     from holdfast.config.plan import PlanConfig
 
     known = {field.name for field in fields(PlanConfig)}
-    found: dict[str, Any] = {}
-    words = [part for word in flags for part in (word.split("=", 1) if word.startswith("--") else [word])]
-    for at, word in enumerate(words):
-        name = word.removeprefix("--").replace("-", "_")
-        if word.startswith("--") and name in known:
-            bare = at + 1 == len(words) or words[at + 1].startswith("--")
-            found[name] = True if bare else words[at + 1]
-    return found
+    return {name: value for name, value in asked.items() if name in known}
+
+
+def _prefixes(arguments: argparse.Namespace) -> CommonPrefixes:
+    from holdfast.bench.load.inputs import parse_share
+    from holdfast.tune.space.kv_tiers import CommonPrefixes
+
+    share = parse_share(arguments.prefix_share, field="prefix-share")
+    if arguments.prefix_tokens < 0 or arguments.prefixes < 1:
+        raise ConfigurationError(
+            "--prefix-tokens and --prefixes: that is not a number of tokens, or of beginnings",
+            needed="0 tokens or more, and 1 beginning or more",
+            found=f"{arguments.prefix_tokens} and {arguments.prefixes}",
+            fix="--prefix-tokens 1000 --prefixes 20",
+            field="prefix-tokens",
+        )
+    return CommonPrefixes(arguments.prefix_tokens, share, arguments.prefixes) if share else CommonPrefixes()
+
+
+def _check_disks(arguments: argparse.Namespace) -> None:
+    """A folder that would be of no use is refused, not ignored."""
+    for name in ("nvme_path", "kv_store"):
+        flag = f"--{name.replace('_', '-')}"
+        if getattr(arguments, name) is not None and arguments.engine != "holdfast":
+            raise ConfigurationError(
+                f"{flag} is a setting of Holdfast, and {arguments.engine} has none like it",
+                needed="--engine holdfast",
+                found=f"--engine {arguments.engine}",
+                fix=f"leave {flag} out",
+                field=name,
+            )
+    if arguments.kv_store is not None and not arguments.prefix_tokens:
+        raise ConfigurationError(
+            "--kv-store keeps what prompts have in common, and those that are replayed have nothing in common",
+            needed="how many tokens prompts share, and how many such beginnings there are: a log does not say it",
+            fix="--prefix-tokens 1000 --prefixes 20, or leave --kv-store out",
+            field="kv_store",
+        )
 
 
 def _speed(text: str) -> float | None:
@@ -251,7 +315,7 @@ def _trial_s(arguments: argparse.Namespace) -> float:
 
 
 def _check_lengths(arrivals: Sequence[Arrival], context: int) -> None:
-    from holdfast.tune.space import longest
+    from holdfast.tune.space.axes import longest
 
     if (needed := longest(arrivals)) > context:
         raise ConfigurationError(
