@@ -154,7 +154,7 @@ class Comparison:
 
     def _told(self, configuration: ServerConfiguration, *, speed: float, stage: Stage) -> Trial:
         trial = self._trials.measure(Task(self._settings, configuration, speed, stage))
-        print(f"{self.name}: {trial_line(0, trial).lstrip(' 0')}", flush=True)
+        print(f"{self.name}: {trial_line(trial)}", flush=True)
         return trial
 
 

@@ -47,6 +47,8 @@ class TrialSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Of the whole file, the first at 0."""
     seconds: float
     """While requests come."""
+    start_limit_s: float = START_LIMIT_S
+    """A server that takes longer to be ready counts as one that does not start."""
     objectives: tuple[Objective, ...]
     headroom: float = 0.05
     error_share: float = 0.001
@@ -73,7 +75,7 @@ class ServerTrials:
             words = start_words(started, engine=settings.engine, model=settings.model, flags=settings.flags, port=port)
             server = stack.enter_context(launched([*settings.launcher, *words], port, kept=False))
             try:
-                server.wait_until_ready(START_LIMIT_S)
+                server.wait_until_ready(settings.start_limit_s)
                 result = self._run(server.url, speed)
             except EngineError as error:  # It does not start, or does not answer a first request.
                 return Trial(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -86,6 +87,8 @@ class TuneResult(msgspec.Struct, frozen=True, kw_only=True):
     interrupted: bool
     seconds: float
     lossy: bool
+    minutes_needed: int | None
+    """For a search and its proof, by what trials took; None: it had enough, or nothing is known."""
 
 
 def make_result(
@@ -142,6 +145,7 @@ def make_result(
         interrupted=outcome.interrupted,
         seconds=seconds,
         lossy=lossy,
+        minutes_needed=None if outcome.needed_s is None else math.ceil(outcome.needed_s / 60),
     )
 
 

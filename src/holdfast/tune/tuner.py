@@ -17,7 +17,7 @@ import msgspec
 
 from holdfast.tune.configuration import DEFAULT, ServerConfiguration
 from holdfast.tune.gain import FEWEST_ROUNDS, MOST_ROUNDS, Gain, gain_of
-from holdfast.tune.search import Point, search, smoothed
+from holdfast.tune.search import FEWEST, Point, search, smoothed
 from holdfast.tune.trial import Stage, Trial, mean_merit, standing
 
 FASTEST = 64.0
@@ -62,6 +62,8 @@ class TuneOutcome(msgspec.Struct, frozen=True, kw_only=True):
     ended: str
     """Why the search ended."""
     interrupted: bool = False
+    needed_s: float | None = None
+    """Where there was no time for a proof: what the search and its proof take, by what trials took."""
     slower: int = 0
     """Configurations that were not run because their device cannot answer so much at its very best."""
 
@@ -258,6 +260,11 @@ class Tuner:
         costs = sorted(trial.seconds for trial in self.trials)
         return costs[(3 * len(costs)) // 4] if costs else 0.0
 
+    def _needed_s(self) -> float | None:
+        """The default, a short search, and a proof."""
+        trials = len(self._of(DEFAULT, "default")) + FEWEST + FINALISTS + 2 * MOST_ROUNDS + 1
+        return trials * self._cost_s() if self.trials else None
+
     def _so_far(self) -> TuneOutcome:
         """Nothing is said to be better that was not confirmed."""
         confirmed = [one for one in self._ranked() if self._of(one, "confirmation")]
@@ -288,5 +295,6 @@ class Tuner:
             trials=self.trials,
             ended=self._ended,
             interrupted=interrupted,
+            needed_s=self._needed_s() if verdict == UNCONFIRMED else None,
             slower=len(self._slower),
         )

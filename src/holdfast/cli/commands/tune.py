@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import json
 import os
 import shlex
@@ -20,18 +19,17 @@ from typing import TYPE_CHECKING, Any
 from holdfast.cli.commands.bench import sigterm_as_ctrl_c
 from holdfast.cli.output import say, say_error, say_json
 from holdfast.errors import ConfigurationError, ModelError
-from holdfast.units import shorten
+from holdfast.units import counted, format_duration, shorten
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from holdfast.bench.load.load import Arrival
-    from holdfast.tune.configuration import ServerConfiguration
-    from holdfast.tune.measure import ServerTrials
+    from holdfast.tune.measure import TrialSettings
+    from holdfast.tune.progress import Progress
+    from holdfast.tune.record import TrialRecord
     from holdfast.tune.result import TuneResult
     from holdfast.tune.space.kv_tiers import CommonPrefixes
-    from holdfast.tune.trial import Stage, Trial
-    from holdfast.tune.tuner import Measure
 
 HELP = """Find the settings of a server that answer the most of your traffic within an SLO.
 
@@ -47,6 +45,7 @@ EXAMPLES = """examples:
   holdfast tune MODEL --traffic t.jsonl --slo ttft=1s --lossy               also an FP8 KV cache and quantized weights
   holdfast tune MODEL --traffic t.jsonl --slo ttft=1s --speed 2             how it would be with twice the traffic
   holdfast tune MODEL --traffic t.jsonl --slo ttft=1s --engine vllm --serve-flags "--enforce-eager"
+  holdfast tune MODEL --traffic t.jsonl --slo ttft=1s --resume tune.trials  may be interrupted, and run again to go on
   holdfast tune MODEL --traffic t.jsonl --slo ttft=1s --json > tuned.json   for programs (docs/tune.md)
 
 environment: HOLDFAST_API_KEY for a server with a key
@@ -89,6 +88,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--endpoint", default="/v1/chat/completions", metavar="PATH", help="or /v1/completions")
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="client processes (default: 1)")
     parser.add_argument("--seed", type=int, default=0, help="of prompts")
+    parser.add_argument(
+        "--resume", metavar="FILE", help="keep trials in this file, and go on with those that are in it"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON (docs/tune.md)")
     parser.add_argument("--quiet", action="store_true", help="no progress on standard error")
 
@@ -123,6 +125,9 @@ def run(arguments: argparse.Namespace) -> int:
         say_json(json.loads(msgspec.json.encode(result)))
     else:
         say(lines(result))
+    if result.interrupted and not arguments.quiet:
+        again = "the same command goes on" if arguments.resume else "--resume FILE keeps trials, to go on with later"
+        print(f"holdfast: {again}", file=sys.stderr)
     if result.interrupted:
         return INTERRUPTED
     if result.command is None:
@@ -148,83 +153,124 @@ def _arrivals(source: str, prefix_tokens: int) -> tuple[Arrival, ...]:
 
 
 def tuned(arguments: argparse.Namespace) -> TuneResult:
-    from holdfast.bench.load.inputs import parse_share
-    from holdfast.bench.measure.objectives import parse_slo
     from holdfast.tune.configuration import DEFAULT, program
-    from holdfast.tune.measure import ServerTrials, TrialSettings
+    from holdfast.tune.measure import ServerTrials
     from holdfast.tune.result import make_result
     from holdfast.tune.space.axes import space_of
     from holdfast.tune.space.plans import Planner
     from holdfast.tune.space.pruning import PrunedAgainst, Survivors, most_goodput, survivors
     from holdfast.tune.tuner import Tuner
 
-    began_s = time.monotonic()
-    objectives, speed, prefixes = parse_slo(arguments.slo), _speed(arguments.speed), _prefixes(arguments)
-    headroom = parse_share(arguments.headroom, field="headroom")
+    began_s, speed = time.monotonic(), _speed(arguments.speed)
     _check_disks(arguments)
-    flags, arrivals = shlex.split(arguments.serve_flags), _arrivals(arguments.traffic, prefixes.tokens)
-    seconds = _trial_s(arguments)
+    settings = _trial_settings(arguments)
     program(arguments.engine)
-    asked = settings_of_flags(flags, arguments.engine)
+    asked = settings_of_flags(settings.flags, arguments.engine)
     planner = Planner(arguments.model, engine=arguments.engine, settings=planned_settings(asked))
     default = planner.plan(DEFAULT)
-    _check_lengths(arrivals, default.question.model.spec.max_position)
-    trials = ServerTrials(
-        TrialSettings(
-            engine=arguments.engine,
-            model=arguments.model,
-            flags=tuple(flags),
-            arrivals=arrivals,
-            seconds=seconds,
-            objectives=objectives,
-            headroom=headroom,
-            error_share=parse_share(arguments.max_errors, field="max-errors"),
-            endpoint=arguments.endpoint,
-            prefixes=prefixes,
-            workers=arguments.workers,
-            seed=arguments.seed,
-            api_key=os.environ.get("HOLDFAST_API_KEY"),
-        )
-    )
+    _check_lengths(settings.arrivals, default.question.model.spec.max_position)
+    record, trials = _record(arguments, settings), ServerTrials(settings)
+
+    def used_s() -> float:
+        return time.monotonic() - began_s + (0.0 if record is None else record.taken_s)
+
+    progress = _progress(arguments, settings, record, used_s)
     space = space_of(
-        default,
-        arrivals,
-        engine=arguments.engine,
-        lossy=arguments.lossy,
-        nvme_path=arguments.nvme_path,
-        kv_store=arguments.kv_store,
-        fixed=frozenset(asked),
-    )
+        default, settings.arrivals, engine=arguments.engine, lossy=arguments.lossy, nvme_path=arguments.nvme_path,
+        kv_store=arguments.kv_store, fixed=frozenset(asked),
+    )  # fmt: skip
 
     @cache
     def choices(pace: float) -> Survivors:
         against = PrunedAgainst(
-            arrivals=trials.replay(pace), engine=arguments.engine, headroom=headroom, prefixes=prefixes,
-            most_ranks=space.most_ranks,
+            arrivals=trials.replay(pace), engine=arguments.engine, headroom=settings.headroom,
+            prefixes=settings.prefixes, most_ranks=space.most_ranks,
         )  # fmt: skip
         found = survivors(space.axes, planner, against)
-        if not arguments.quiet:
-            print(
-                f"holdfast: {len(found.servers):,} of {found.combinations:,} configurations are worth a run",
-                file=sys.stderr,
-                flush=True,
-            )
+        progress.say(f"{len(found.servers):,} of {found.combinations:,} configurations are worth a run")
         return found
 
     tuner = Tuner(
         choices,
-        trials if arguments.quiet else _told(trials),
-        budget_s=60 * arguments.minutes - (time.monotonic() - began_s),
+        progress.told(trials if record is None else record.kept(trials)),
+        budget_s=60 * arguments.minutes - used_s(),
+        clock=used_s,
         speed=speed,
-        most_goodput=lambda place, pace: most_goodput(choices(pace).servers[place].plan, trials.replay(pace), seconds),
+        most_goodput=lambda place, pace: most_goodput(
+            choices(pace).servers[place].plan, trials.replay(pace), settings.seconds
+        ),
     )
     outcome = tuner.run()
     return make_result(
-        outcome, choices(outcome.speed), model=arguments.model, engine=arguments.engine, flags=flags,
-        source=shorten(arguments.traffic), arrivals=arrivals, replay=trials.replay(outcome.speed), trial_s=seconds,
-        objectives=objectives, headroom=headroom, lossy=arguments.lossy, seconds=time.monotonic() - began_s,
-        left_out=space.left_out,
+        outcome, choices(outcome.speed), model=arguments.model, engine=arguments.engine, flags=settings.flags,
+        source=shorten(arguments.traffic), arrivals=settings.arrivals, replay=trials.replay(outcome.speed),
+        trial_s=settings.seconds, objectives=settings.objectives, headroom=settings.headroom, lossy=arguments.lossy,
+        seconds=used_s(), left_out=space.left_out,
     )  # fmt: skip
+
+
+def _trial_settings(arguments: argparse.Namespace) -> TrialSettings:
+    from holdfast.bench.load.inputs import parse_share
+    from holdfast.bench.measure.objectives import parse_slo
+    from holdfast.tune.measure import START_LIMIT_S, TrialSettings
+
+    prefixes = _prefixes(arguments)
+    return TrialSettings(
+        engine=arguments.engine,
+        model=arguments.model,
+        objectives=parse_slo(arguments.slo),
+        headroom=parse_share(arguments.headroom, field="headroom"),
+        error_share=parse_share(arguments.max_errors, field="max-errors"),
+        flags=tuple(shlex.split(arguments.serve_flags)),
+        arrivals=_arrivals(arguments.traffic, prefixes.tokens),
+        seconds=_trial_s(arguments),
+        start_limit_s=min(START_LIMIT_S, 60 * arguments.minutes),
+        endpoint=arguments.endpoint,
+        prefixes=prefixes,
+        workers=arguments.workers,
+        seed=arguments.seed,
+        api_key=os.environ.get("HOLDFAST_API_KEY"),
+    )
+
+
+def _record(arguments: argparse.Namespace, settings: TrialSettings) -> TrialRecord | None:
+    """Where trials are kept; with those of an earlier run of the same."""
+    from hashlib import sha256
+    from pathlib import Path
+
+    import msgspec
+
+    from holdfast.tune.record import TrialRecord
+
+    if arguments.resume is None:
+        return None
+    asked = {
+        "model": arguments.model,
+        "engine": arguments.engine,
+        "slo": arguments.slo,
+        "traffic": sha256(msgspec.json.encode(settings.arrivals)).hexdigest()[:16],
+        "prefixes": settings.prefixes,
+        "trial_s": settings.seconds,
+        "serve_flags": sha256(arguments.serve_flags.encode()).hexdigest()[:16],  # They may hold a key.
+        "endpoint": arguments.endpoint,
+        "headroom": settings.headroom,
+        "max_errors": settings.error_share,
+        "seed": arguments.seed,
+    }
+    return TrialRecord(Path(arguments.resume), asked)
+
+
+def _progress(
+    arguments: argparse.Namespace, settings: TrialSettings, record: TrialRecord | None, used_s: Callable[[], float]
+) -> Progress:
+    from holdfast.tune.progress import Progress
+
+    progress = Progress(None if arguments.quiet else sys.stderr, used_s=used_s, budget_s=60 * arguments.minutes)
+    minutes, seconds = f"{arguments.minutes:g}", format_duration(settings.seconds)
+    progress.say(f"up to {minutes} minutes, in trials of {seconds} of traffic; Ctrl-C ends it with what is known")
+    if record is not None and record.trials:
+        progress.say(f"{counted(len(record.trials), 'trial')} of an earlier run are in {arguments.resume}")
+    return progress
 
 
 def settings_of_flags(flags: Sequence[str], engine: str) -> dict[str, Any]:
@@ -298,10 +344,14 @@ def _speed(text: str) -> float | None:
 
 
 def _trial_s(arguments: argparse.Namespace) -> float:
+    from pathlib import Path
+
+    from holdfast.tune.record import recorded_trial_s
     from holdfast.units import parse_duration
 
     if arguments.trial is None:
-        return min(LONGEST_TRIAL_S, max(SHORTEST_TRIAL_S, 60 * float(arguments.minutes) / TRIALS_WANTED))
+        earlier = None if arguments.resume is None else recorded_trial_s(Path(arguments.resume))
+        return earlier or min(LONGEST_TRIAL_S, max(SHORTEST_TRIAL_S, 60 * float(arguments.minutes) / TRIALS_WANTED))
     found = parse_duration(arguments.trial, field="trial")
     if not 0 < found < 60 * arguments.minutes:
         raise ConfigurationError(
@@ -325,17 +375,3 @@ def _check_lengths(arrivals: Sequence[Arrival], context: int) -> None:
             fix="a model with a longer context, or a file without these requests",
             field="traffic",
         )
-
-
-def _told(trials: ServerTrials) -> Measure:
-    """The same trials, each told on standard error when it has ended."""
-    from holdfast.tune.report import trial_line
-
-    numbers = itertools.count(1)
-
-    def measured(configuration: ServerConfiguration, *, speed: float, stage: Stage) -> Trial:
-        trial = trials(configuration, speed=speed, stage=stage)
-        print(trial_line(next(numbers), trial), file=sys.stderr, flush=True)
-        return trial
-
-    return measured
