@@ -15,7 +15,7 @@ from holdfast.tune.trial import Stage, Trial
 _CLEAR_LINE = "\r\x1b[2K"
 
 
-class Progress:
+class TuneProgress:
     """`out`: None: nothing is said."""
 
     def __init__(self, out: TextIO | None, *, used_s: Callable[[], float], budget_s: float) -> None:

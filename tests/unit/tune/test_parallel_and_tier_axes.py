@@ -11,7 +11,7 @@ import pytest
 from holdfast.bench.load.load import Arrival
 from holdfast.tune.configuration import DEFAULT, ServerConfiguration, command_of
 from holdfast.tune.measure import with_empty_store
-from holdfast.tune.space.axes import Space, space_of
+from holdfast.tune.space.axes import TuneSpace, space_of
 from holdfast.tune.space.kv_tiers import CommonPrefixes
 from holdfast.tune.space.plans import Planner
 from holdfast.tune.space.pruning import (
@@ -43,7 +43,7 @@ class Machine:
         self.engine, self.planner = engine, Planner(model, engine=engine, settings=settings)
         self.arrivals, self.prefixes = arrivals, prefixes
         default = self.planner.plan(DEFAULT)
-        self.space: Space = space_of(
+        self.space: TuneSpace = space_of(
             default, arrivals, engine=engine, kv_store=kv_store, cores=cores, memory_nodes=nodes,
             # What these tests are not about, and takes long to plan with all else.
             fixed=frozenset({"max_model_len", "gpu_memory_utilization", "max_num_batched_tokens"}),

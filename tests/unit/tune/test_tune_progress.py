@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.errors import ConfigurationError
 from holdfast.tune.configuration import Axis, ServerConfiguration
-from holdfast.tune.progress import Progress
+from holdfast.tune.progress import TuneProgress
 from holdfast.tune.record import TrialRecord, recorded_trial_s
 from holdfast.tune.space.pruning import configuration_at
 from holdfast.tune.trial import Stage, Trial
@@ -45,7 +45,7 @@ class Run:
         def clock() -> float:
             return self._now_s + (0.0 if record is None else record.taken_s)
 
-        progress = Progress(self.said, used_s=clock, budget_s=trials * TRIAL_S)
+        progress = TuneProgress(self.said, used_s=clock, budget_s=trials * TRIAL_S)
         told = progress.told(self.measure if record is None else record.kept(self.measure))
         self.outcome: TuneOutcome = Tuner(
             lambda speed: PLACES, told, budget_s=trials * TRIAL_S, speed=1.0, clock=clock
@@ -125,6 +125,6 @@ def test_progress_tells_stages_and_the_time_that_is_used() -> None:
     assert "holdfast: the best once more" in said
     assert said.count("holdfast: the best in turns with the default, to prove the gain") == 1
     assert said[-1].lstrip().startswith(str(len(Run().outcome.trials)))
-    quiet = Progress(None, used_s=lambda: 0.0, budget_s=1.0)
+    quiet = TuneProgress(None, used_s=lambda: 0.0, budget_s=1.0)
     quiet.say("nothing")
     assert quiet.told(len) is len  # type: ignore[comparison-overlap, arg-type]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from holdfast.bench.load.load import Arrival
     from holdfast.tune.measure import TrialSettings
-    from holdfast.tune.progress import Progress
+    from holdfast.tune.progress import TuneProgress
     from holdfast.tune.record import TrialRecord
     from holdfast.tune.result import TuneResult
     from holdfast.tune.space.kv_tiers import CommonPrefixes
@@ -262,10 +262,10 @@ def _record(arguments: argparse.Namespace, settings: TrialSettings) -> TrialReco
 
 def _progress(
     arguments: argparse.Namespace, settings: TrialSettings, record: TrialRecord | None, used_s: Callable[[], float]
-) -> Progress:
-    from holdfast.tune.progress import Progress
+) -> TuneProgress:
+    from holdfast.tune.progress import TuneProgress
 
-    progress = Progress(None if arguments.quiet else sys.stderr, used_s=used_s, budget_s=60 * arguments.minutes)
+    progress = TuneProgress(None if arguments.quiet else sys.stderr, used_s=used_s, budget_s=60 * arguments.minutes)
     minutes, seconds = f"{arguments.minutes:g}", format_duration(settings.seconds)
     progress.say(f"up to {minutes} minutes, in trials of {seconds} of traffic; Ctrl-C ends it with what is known")
     if record is not None and record.trials:

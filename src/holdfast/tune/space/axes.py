@@ -29,7 +29,7 @@ LENGTH_STEP, LENGTH_MARGIN = 256, 1.25
 LOSSY = ("kv_cache_dtype", "quantization")
 
 
-class Space(msgspec.Struct, frozen=True):
+class TuneSpace(msgspec.Struct, frozen=True):
     axes: list[Axis]
     left_out: list[LeftOut]
     most_ranks: int | None = None
@@ -47,7 +47,7 @@ def space_of(
     fixed: frozenset[str] = frozenset(),
     cores: int | None = None,
     memory_nodes: int | None = None,
-) -> Space:
+) -> TuneSpace:
     """`fixed`: settings that the user gave, which stay as they are. `cores`, `memory_nodes`: of the CPU, this one's
     where they are not given."""
     limits, gpu = default.limits, default.question.machine.kind == "gpu"
@@ -82,7 +82,7 @@ def space_of(
     set_by_user = tuple(axis.name for axis in found if axis.name in fixed)
     if set_by_user:
         left_out.insert(0, LeftOut(set_by_user, "set by --serve-flags"))
-    return Space(axes, left_out, parallel.most_ranks)
+    return TuneSpace(axes, left_out, parallel.most_ranks)
 
 
 def _ladder(default: int, least: int, *, keep: bool) -> tuple[Value | None, ...]:
