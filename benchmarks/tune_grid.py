@@ -2,7 +2,7 @@
 
     python -m benchmarks.tune_grid --out results/tune.json                 one server at a time, about an hour
     python -m benchmarks.tune_grid --out results/tune.json --at-once 5     on 16 cores: 15 minutes
-    python -m benchmarks.tune_grid --out results/tune.json --slo-times 6   an SLO that a busy machine can keep
+    python -m benchmarks.tune_grid --out results/tune.json --slo-times 8 --rate-times 0.5   for a machine that is busy
     bash benchmarks/tune_grid_job.sh FOLDER                                the same, in pieces of at most 9 minutes
 
 The grid is small enough to measure all of it, each configuration in turn, as often as `--repeats` says. What tune kept
@@ -45,8 +45,8 @@ from holdfast.units import parse_duration
 WITHIN = 0.05
 NOTHING_IN_TIME = 3
 AXES = (Axis("max_num_seqs", (4, 16, None)), Axis("max_num_batched_tokens", (128, None, 2048)))
-POINTS = sorted(itertools.product(range(3), range(3)), key=lambda point: point != (2, 1))
-"""The default first."""
+POINTS = sorted(itertools.product(range(3), range(3)), key=lambda point: (point[0] != 2) + (point[1] != 1))
+"""The default first, then those with one change."""
 SHAPES = {
     "chat": {"rate": 2.0, "prompt": (20, 120), "output": (20, 60), "slo": "ttft.p90=1s,tpot.p90=100ms"},
     "documents": {"rate": 0.5, "prompt": (600, 1500), "output": (5, 20), "slo": "ttft.p90=4s,tpot.p90=300ms"},
@@ -109,11 +109,11 @@ class Comparison:
         self._points = POINTS[:points]
         self.configurations = [configuration_at(AXES, point) for point in self._points]
 
-    def tune(self, budget_s: float) -> None:
+    def tune(self, budget_s: float, speed: float | None) -> None:
         if "tuned" in self.shape:
             return
         grid = Grid(self.configurations, self._points, {point: place for place, point in enumerate(self._points)})
-        outcome = Tuner(lambda speed: grid, self._told, budget_s=budget_s).run()
+        outcome = Tuner(lambda speed: grid, self._told, budget_s=budget_s, speed=speed).run()
         tuned = {
             "speed": outcome.speed,
             "verdict": outcome.verdict,
@@ -166,7 +166,7 @@ def settings_of(shape: dict[str, Any], arguments: argparse.Namespace, folder: st
         engine="holdfast",
         model=folder if dummy else arguments.model,
         flags=(*FLAGS, *DUMMY_FLAGS) if dummy else FLAGS,
-        arrivals=arrivals_of(shape, 10 * seconds),
+        arrivals=arrivals_of(shape | {"rate": arguments.rate_times * shape["rate"]}, 10 * seconds),
         seconds=seconds,
         objectives=tuple(
             msgspec.structs.replace(one, seconds=arguments.slo_times * one.seconds) for one in parse_slo(shape["slo"])
@@ -184,6 +184,9 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--trial", default="10s")
     parser.add_argument("--repeats", type=int, default=3, help="of each point of the grid (default: 3)")
     parser.add_argument("--at-once", type=int, default=1, metavar="N", help="servers beside each other (default: 1)")
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--rate-times", type=float, default=1.0, metavar="X", help="so many times the requests")
+    parser.add_argument("--speed", type=float, help="of the replay; default: until the default does not keep the SLO")
     parser.add_argument("--slo-times", type=float, default=1.0, metavar="X", help="the SLO's times, so many times")
     parser.add_argument("--points", type=int, default=len(POINTS), help="of the grid; fewer to try this program out")
     return parser
@@ -191,7 +194,7 @@ def options() -> argparse.ArgumentParser:
 
 def main() -> int:
     arguments = options().parse_args()
-    names = ("model", "minutes", "trial", "repeats", "at_once", "points", "slo_times")
+    names = ("model", "minutes", "trial", "repeats", "at_once", "points", "slo_times", "rate_times", "speed", "shapes")
     results = Results(arguments.out, {name: getattr(arguments, name) for name in names})
     trials = LaneTrials(lanes_of(cores_here(), arguments.at_once))
     print("lanes:", [lane._asdict() for lane in trials.lanes], flush=True)
@@ -199,8 +202,9 @@ def main() -> int:
         comparisons = [
             Comparison(name, settings_of(shape, arguments, folder), trials, results, arguments.points)
             for name, shape in SHAPES.items()
+            if name in arguments.shapes
         ]
-        list(pool.map(lambda one: one.tune(60 * arguments.minutes), comparisons))
+        list(pool.map(lambda one: one.tune(60 * arguments.minutes, arguments.speed), comparisons))
         tasks = [(one, place) for one in comparisons for place in one.remaining(arguments.repeats)]
         list(pool.map(lambda task: task[0].measure(task[1]), tasks))
         for one in comparisons:

@@ -41,8 +41,8 @@ def lines(result: TuneResult) -> Iterator[str]:
         yield f"  {one.count:,} not run, {one.kind}; {one.example}"
     yield f"  {len(_tried(result)):,} run in {counted(len(result.trials), 'trial')}, {format_duration(result.seconds)}"
     yield f"  the search ended because {result.ended}"
-    for one in result.not_varied:
-        yield f"  not varied: {', '.join(one.names)}: {one.why}"
+    for left in result.not_varied:
+        yield f"  not varied: {', '.join(left.names)}: {left.why}"
     yield ""
     yield from _table(result)
     for warning in sorted({warning for trial in result.trials for warning in trial.warnings}):
