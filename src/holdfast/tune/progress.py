@@ -27,6 +27,10 @@ class TuneProgress:
         if self._out is not None:
             print(f"holdfast: {text}", file=self._out, flush=True)
 
+    def end(self) -> None:
+        """What is planned for the report need not be told."""
+        self._out = None
+
     def told(self, measure: Measured) -> Measured:
         """The same trials, each told before and after."""
 

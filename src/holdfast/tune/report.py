@@ -36,19 +36,23 @@ def lines(result: TuneResult) -> Iterator[str]:
     if traffic.speed > 1:
         yield "  quicker than it was, since at its own pace the default keeps the SLO and nothing could be better"
     yield ""
-    yield f"{counted(result.combinations, 'combination')} of " + ", ".join(axis.name for axis in result.axes)
+    yield f"{counted(result.combinations, 'combination')} of " + ", ".join(_flag(axis.name) for axis in result.axes)
     for one in result.pruned:
         yield f"  {one.count:,} not run, {one.kind}; {one.example}"
     yield f"  {len(_tried(result)):,} run in {counted(len(result.trials), 'trial')}, {format_duration(result.seconds)}"
     yield f"  the search ended because {result.ended}"
     for left in result.not_varied:
-        yield f"  not varied: {', '.join(left.names)}: {left.why}"
+        yield f"  not varied: {', '.join(map(_flag, left.names))}: {left.why}"
     yield ""
     yield from _table(result)
     for warning in sorted({warning for trial in result.trials for warning in trial.warnings}):
         yield f"note: {warning}"
     yield ""
     yield from _end(result)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _tried(result: TuneResult) -> set[tuple[tuple[str, object], ...]]:

@@ -112,6 +112,8 @@ def test_what_cannot_be_tuned_is_refused(
         assert main([*ours, "--engine", "vllm", disk, "/disk"]) == 2
         assert f"leave {disk} out" in capsys.readouterr().err
     assert main([*ours, "--prefixes", "0"]) == 2
+    assert main([*ours, "--serve-flags", "--kv-store /disk"]) == 2
+    assert "would find them" in capsys.readouterr().err
     assert main([*ours, "--speed", "fast"]) == 2
     assert main([*ours, "--minutes", "0"]) == 2
     assert main(["tune", "smollm2", "--slo", "ttft=1s"]) == 2

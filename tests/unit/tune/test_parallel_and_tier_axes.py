@@ -240,8 +240,9 @@ def test_a_trial_with_a_store_has_an_empty_one_of_its_own(tmp_path: Path) -> Non
         assert same is DEFAULT
 
 
-def test_a_model_with_layers_in_ram_has_settings_to_choose_too() -> None:
-    machine = Machine("llama-3.1-70b", gpu="h100-80", ram="300GiB")
+@pytest.mark.parametrize("gpu", ["h100-80", "h100-80x2"])
+def test_a_model_with_layers_in_ram_has_settings_to_choose_too(gpu: str) -> None:
+    machine = Machine("llama-3.1-70b", gpu=gpu, ram="300GiB")
     found = machine.left()
     assert len(found.servers) > 1
     assert all(one.plan is not None and one.plan.question.settings.streamed_layers for one in found.servers)

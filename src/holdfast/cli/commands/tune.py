@@ -166,6 +166,7 @@ def tuned(arguments: argparse.Namespace) -> TuneResult:
     settings = _trial_settings(arguments)
     program(arguments.engine)
     asked = settings_of_flags(settings.flags, arguments.engine)
+    _check_no_store(asked, arguments.engine)
     planner = Planner(arguments.model, engine=arguments.engine, settings=planned_settings(asked))
     default = planner.plan(DEFAULT)
     _check_lengths(settings.arrivals, default.question.model.spec.max_position)
@@ -201,6 +202,7 @@ def tuned(arguments: argparse.Namespace) -> TuneResult:
         ),
     )
     outcome = tuner.run()
+    progress.end()
     return make_result(
         outcome, choices(outcome.speed), model=arguments.model, engine=arguments.engine, flags=settings.flags,
         source=shorten(arguments.traffic), arrivals=settings.arrivals, replay=trials.replay(outcome.speed),
@@ -309,6 +311,20 @@ def _prefixes(arguments: argparse.Namespace) -> CommonPrefixes:
             field="prefix-tokens",
         )
     return CommonPrefixes(arguments.prefix_tokens, share, arguments.prefixes) if share else CommonPrefixes()
+
+
+def _check_no_store(asked: Mapping[str, Any], engine: str) -> None:
+    """One that all trials share would have the pages of every prompt after two of them."""
+    named = asked.get("kv_store") or os.environ.get("HOLDFAST_KV_STORE")
+    if engine == "holdfast" and named is not None:
+        raise ConfigurationError(
+            "a KV store that all trials share cannot be measured: all send the same prompts, and would find them",
+            needed="a store of its own for each trial",
+            found=f"--kv-store {shorten(named)} "
+            + ("in --serve-flags" if "kv_store" in asked else "by HOLDFAST_KV_STORE"),
+            fix=f"--kv-store {shorten(named)} --prefix-tokens 1000 as flags of holdfast tune, or leave it out",
+            field="serve-flags",
+        )
 
 
 def _check_disks(arguments: argparse.Namespace) -> None:

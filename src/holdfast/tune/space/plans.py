@@ -96,5 +96,8 @@ def _placed(question: Question) -> Plan:
         file = None if streamed is None or streamed.own is None else streamed.own.streamed
         fits = streamed is not None and file is not None and file.file_bytes <= (machine.nvme_bytes or 0)
         return streamed if streamed is not None and fits else found
+    if question.engine == "holdfast" and len(found.ranks) == question.settings.data_parallel == 1:
+        # Of several GPUs an engine takes one, which layers come to as if it were alone.
+        question = replace(question, machine=replace(machine, devices=(found.ranks[0].device,), aside=()))
     placed = place_larger(question) if may_stream(question) else None
     return placed.plan if placed is not None and placed.fits else found
