@@ -19,6 +19,7 @@ import argparse
 import itertools
 import json
 import random
+import shlex
 import statistics
 import sys
 import tempfile
@@ -50,7 +51,10 @@ POINTS = sorted(itertools.product(range(3), range(3)), key=lambda point: (point[
 SHAPES = {
     "chat": {"rate": 2.0, "prompt": (20, 120), "output": (20, 60), "slo": "ttft.p90=1s,tpot.p90=100ms"},
     "documents": {"rate": 0.5, "prompt": (600, 1500), "output": (5, 20), "slo": "ttft.p90=4s,tpot.p90=300ms"},
+    "labels": {"rate": 2.0, "prompt": (20, 120), "output": (4, 12), "slo": "e2e.p90=1s"},
 }
+USUAL_SHAPES = ("chat", "documents")
+"""The third is quick to measure on a busy machine: what is late is given up soon."""
 FLAGS = ("--device", "cpu", "--kv-cache-memory-bytes", "1GiB")
 """Servers beside each other would else each plan with all memory."""
 DUMMY = "dummy"
@@ -165,7 +169,7 @@ def settings_of(shape: dict[str, Any], arguments: argparse.Namespace, folder: st
     return TrialSettings(
         engine="holdfast",
         model=folder if dummy else arguments.model,
-        flags=(*FLAGS, *DUMMY_FLAGS) if dummy else FLAGS,
+        flags=(*FLAGS, *(DUMMY_FLAGS if dummy else ()), *shlex.split(arguments.serve_flags)),
         arrivals=arrivals_of(shape | {"rate": arguments.rate_times * shape["rate"]}, 10 * seconds),
         seconds=seconds,
         objectives=tuple(
@@ -184,8 +188,9 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--trial", default="10s")
     parser.add_argument("--repeats", type=int, default=3, help="of each point of the grid (default: 3)")
     parser.add_argument("--at-once", type=int, default=1, metavar="N", help="servers beside each other (default: 1)")
-    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(USUAL_SHAPES))
     parser.add_argument("--rate-times", type=float, default=1.0, metavar="X", help="so many times the requests")
+    parser.add_argument("--serve-flags", default="", help="of every server: --threads 1 where cores are shared")
     parser.add_argument("--speed", type=float, help="of the replay; default: until the default does not keep the SLO")
     parser.add_argument("--slo-times", type=float, default=1.0, metavar="X", help="the SLO's times, so many times")
     parser.add_argument("--points", type=int, default=len(POINTS), help="of the grid; fewer to try this program out")
@@ -194,7 +199,19 @@ def options() -> argparse.ArgumentParser:
 
 def main() -> int:
     arguments = options().parse_args()
-    names = ("model", "minutes", "trial", "repeats", "at_once", "points", "slo_times", "rate_times", "speed", "shapes")
+    names = (
+        "model",
+        "minutes",
+        "trial",
+        "repeats",
+        "at_once",
+        "points",
+        "slo_times",
+        "rate_times",
+        "serve_flags",
+        "speed",
+        "shapes",
+    )
     results = Results(arguments.out, {name: getattr(arguments, name) for name in names})
     trials = LaneTrials(lanes_of(cores_here(), arguments.at_once))
     print("lanes:", [lane._asdict() for lane in trials.lanes], flush=True)
