@@ -9,6 +9,7 @@ in a test. Starts no server.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
 from typing import Protocol
@@ -28,6 +29,9 @@ PROOF_SHARE = 0.5
 ALIKE = 0.01
 """Share of what the best is worth, by which another may be below it and count as equal."""
 OWN_PACE = 1.0
+SOME_SHARE, STEPS_BACK = 0.5, 3
+"""Of requests within the SLO: below it a pace is too fast to tell configurations apart; and how often half the way back
+is tried then."""
 KEPT_SHARE = 0.99
 """Of requests within the SLO: from there on a faster replay is needed to tell configurations apart."""
 
@@ -122,15 +126,28 @@ class Tuner:
     # Parts of it, in order.
 
     def _find_pace(self) -> None:
-        """Faster until the default no longer answers all in time."""
+        """Faster until the default no longer answers all in time, and back a little where it then answers next to
+        nothing: there all others fail as well, and none can be told from another."""
+        held_at = None
         while True:
             trial = self._try(DEFAULT, "default")
-            held = trial.held and trial.good_share >= KEPT_SHARE
-            if self._asked_speed is not None or not held or self._speed >= FASTEST:
+            if self._asked_speed is not None or self._left_s() < self._budget_s / 2:
                 return
-            if self._left_s() < self._budget_s / 2:
+            if not (trial.held and trial.good_share >= KEPT_SHARE):
+                break
+            if self._speed >= FASTEST:
                 return
+            held_at = self._speed
             self._speed *= 4.0 if (trial.times_limit or 1.0) < 0.25 else 2.0
+        for _ in range(STEPS_BACK if held_at is not None and not trial.died else 0):
+            if trial.good_share >= SOME_SHARE or self._left_s() < self._budget_s / 2:
+                return
+            failed_at, self._speed = self._speed, round(math.sqrt((held_at or OWN_PACE) * self._speed), 2)
+            slower = self._try(DEFAULT, "default")
+            if slower.held and slower.good_share >= KEPT_SHARE:
+                held_at, self._speed = self._speed, failed_at
+            else:
+                trial = slower
 
     def _search(self) -> None:
         # What comes after it: the finalists once more, rounds of two, and the kept one at the traffic's own pace.
@@ -154,7 +171,7 @@ class Tuner:
             choices.same_as,
             measure,
             lambda: self._left_s() - self._cost_s() > reserve_s,
-            known={0: self._of(DEFAULT)[-1].merit},
+            known={0: next(one.merit for one in reversed(self.trials) if one.speed == self._speed)},
             cannot_beat=cannot_beat,
         )
 
