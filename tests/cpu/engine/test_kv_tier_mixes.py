@@ -46,7 +46,7 @@ from holdfast.scheduler.fetching import Fetching
 from holdfast.text.structured.client import GrammarService
 
 SEED = int(os.environ.get("TIER_SEED") or (1 if in_quick_run() else random.SystemRandom().randrange(1 << 30)))
-VOCABULARY, PROMPTS, WINDOW = 300, 3, 20
+VOCABULARY, PROMPTS, WINDOW = 300, 2 if in_quick_run() else 4, 20
 SIZES = {
     "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.2, "bos_token_id": 1,
@@ -59,7 +59,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "hybrid": ("Gemma3", {"num_hidden_layers": 4, **HYBRID}, {}),
     "fp8": ("Llama", {"num_hidden_layers": 3}, {"kv_cache_dtype": "fp8"}),
 }
-BLOCKS = {"full": 34, "window": 26, "hybrid": 64, "fp8": 34}
+BLOCKS = {"full": 34, "window": 24, "hybrid": 64, "fp8": 34}
 """So few that requests preempt each other, whatever else happens."""
 RAM_PAGES = 256
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -267,10 +267,10 @@ class Mix:
 
     def check_use(self, event: str) -> None:
         """That tiers were used, and by all who could get another's pages there."""
-        kv, last = self.core.scheduler.kv, event != "resized"
+        kv = self.core.scheduler.kv
         assert self.sent_back.total() > 0
         found = {tier.tier: tier.hit_tokens_total for tier in self.core.scheduler.stats().kv_tiers}
-        if self.ram and (event == "slept" or not last):
+        if self.ram and event != "restarted":
             assert found["ram"] > 0
         if self.disk and (event == "restarted" or not self.ram):
             assert found["disk"] > 0
@@ -307,11 +307,12 @@ def again(requests: list[Request], source: random.Random) -> list[Request]:
 
 
 def resizer(core: EngineCore, source: random.Random, most: int) -> Callable[[], None]:
-    """Now and then another size, as often as not one with room for a few; what is given up holds nonsense."""
+    """Now and then another size, as often as not with room for one alone; what is given up holds nonsense."""
 
     def meddle() -> None:
         if source.random() < 0.1:
-            size = source.randint(core.scheduler.least_blocks, most)
+            least = core.scheduler.least_blocks
+            size = source.choice((least, source.randint(least, most)))
             core.resize_kv(size)
             core.runner.kv.pages[size:].view(torch.uint8).fill_(0xFF)
 
@@ -342,7 +343,7 @@ def from_below(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("from_below")
-@pytest.mark.parametrize(("name", "tiers", "event"), mixes())
+@pytest.mark.parametrize(("name", "tiers", "event"), list(mixes()))
 def test_all_is_as_it_is_without_tiers(
     name: str, tiers: str, event: str, worlds: Callable[[str], World], tmp_path: Path
 ) -> None:
