@@ -82,8 +82,9 @@ class _Slot:
 class FakeStore:
     """A store on disk that forgets at random, and says it has what it has lost."""
 
-    def __init__(self, choice: random.Random, most: int = 60) -> None:
-        self._choice, self._most = choice, most
+    def __init__(self, choice: random.Random, most: int = 60, most_room: int = 6) -> None:
+        """`most_room`: pages it takes at once; at any time it may be fewer."""
+        self._choice, self._most, self._most_room = choice, most, most_room
         self.pages: dict[bytes, list[int]] = {}
         self.lost: set[bytes] = set()
         self.used = 0
@@ -105,6 +106,9 @@ class FakeStore:
 
     def takes(self) -> bool:
         return self.well
+
+    def room(self) -> int:
+        return self._choice.randrange(self._most_room + 1)
 
     def forget(self, keys: Sequence[bytes]) -> None:
         for key in keys:

@@ -231,8 +231,10 @@ class Mix:
             copies = AsGpu(GpuPageCopies(lambda: runner.kv.pages, page, SimulatedCopies(1), lambda: False, host, disk))
         elif self.store is not None:
             copies = CpuPageCopies(self.store, page)
-        limits = TierLimits(host_pages=RAM_PAGES if self.ram else 0, most_loading_disk=4, most_storing=8,
-                            spare_pages=blocks)  # fmt: skip
+        limits = TierLimits(
+            host_pages=RAM_PAGES if self.ram else 0, most_loading_disk=4, most_storing=8, most_writing=4,
+            spare_pages=blocks,
+        )  # fmt: skip
         kv = KVCache(world.layout, blocks, True, limits if copies else None, self.store)
         self.core = world.core(kv, copies, self.steps_ahead)
         self._watch()
