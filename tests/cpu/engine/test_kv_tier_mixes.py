@@ -36,7 +36,7 @@ from holdfast.engine.core.structured_outputs import StructuredOutputManager
 from holdfast.engine.startup.build import build_core, find_model
 from holdfast.execution.tiers.cpu import CpuPageCopies
 from holdfast.execution.tiers.gpu import GpuPageCopies, HostMemory
-from holdfast.kvcache import KVCache, TierLimits
+from holdfast.kvcache import KVCache, Tier, TierLimits
 from holdfast.kvcache.host_pages import HostPages
 from holdfast.prefix_store import PrefixStore
 from holdfast.records import AdapterRef, Request, SamplingParams, StructuredOutputsParams
@@ -213,14 +213,20 @@ class Mix:
         self.ram, self.disk = tiers in ("RAM", "both"), tiers in ("disk", "both")
         self.file = os.memfd_create("tier") if self.ram else None
         self.store: PrefixStore | None = None
+        self.copies: Any = None
         self.fetched, self.sent_back = Counter[str](), Counter[str]()
 
-    def start(self) -> EngineCore:
-        world, page, blocks = self.world, self.world.layout.page_bytes, BLOCKS[self.world.name]
+    def open(self) -> None:
         if self.disk:
+            page = self.world.layout.page_bytes
             self.store = PrefixStore.open(
                 self.folder / "kv", size_bytes=64 << 20, page_bytes=page, model=b"m", beat_s=0.05
             )
+
+    def start(self) -> EngineCore:
+        world, page, blocks = self.world, self.world.layout.page_bytes, BLOCKS[self.world.name]
+        if self.store is None:
+            self.open()
         host = HostMemory(pinned([RAM_PAGES * page], file=self.file), page) if self.ram else None
         copies: Any = None
         if host is not None:
@@ -236,7 +242,7 @@ class Mix:
             spare_pages=blocks,
         )  # fmt: skip
         kv = KVCache(world.layout, blocks, True, limits if copies else None, self.store)
-        self.core = world.core(kv, copies, self.steps_ahead)
+        self.core, self.copies = world.core(kv, copies, self.steps_ahead), copies
         self._watch()
         return self.core
 
@@ -263,8 +269,9 @@ class Mix:
 
     def stop(self) -> None:
         self.core.structured_output.close()
-        if (copies := self.world.built.runner._page_copies) is not None:
-            copies.close()
+        if self.copies is not None:
+            self.copies.close()
+        self.store = self.copies = None
         self.world.built.runner.use_tiers(None)
 
     def check_use(self, event: str) -> None:
@@ -367,3 +374,27 @@ def test_all_is_as_it_is_without_tiers(
             mix.start()
     mix.check_use(event)
     mix.stop()
+
+
+@pytest.mark.usefixtures("from_below")
+def test_engines_that_run_at_once_share_one_store(worlds: Callable[[str], World], tmp_path: Path) -> None:
+    """The second opened it before the first wrote a page, and knows its adapters by other numbers."""
+    world, source = worlds("full"), random.Random(f"{SEED} shared")
+    first, second = Mix(world, tmp_path, "disk", 0), Mix(world, tmp_path, "disk", 1)
+    second.open()
+    first.start()
+    for turn in range(2):
+        serve(first.core, again(world.requests, source) if turn else world.requests)
+    first.settle()
+    second.start()
+    renumbered = [
+        one if one.adapter is None else msgspec.structs.replace(
+            one, adapter=msgspec.structs.replace(one.adapter, number=3 - one.adapter.number)
+        )
+        for one in world.requests
+    ]  # fmt: skip
+    assert serve(second.core, renumbered) == world.expected
+    assert second.core.scheduler.kv.below_hits_total[Tier.DISK] > 0
+    assert {"one", "two"} <= second.fetched.keys()
+    second.stop()
+    first.stop()
