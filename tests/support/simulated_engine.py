@@ -387,12 +387,16 @@ class SimulatedEngine:
             self._hear(output)
         return outputs
 
-    def resize(self, blocks: int) -> None:
-        """As the engine's loop does it: when nothing is in flight."""
+    def resize(self, blocks: int, saves: int = 0) -> None:
+        """As the engine's loop does it: when nothing is in flight. `saves`: steps in which what a smaller pool would lose
+        goes to RAM first."""
         while self._plans:
             self.execute()
         if self.runner.tiers is not None:
             self.scheduler.give_up_copies(self.runner.tiers.give_up_reads())
+        for _ in range(saves if blocks < len(self.runner.pages) else 0):
+            if (saving := self.scheduler.save_before(blocks)) is not None:
+                assert not self.scheduler.apply(self.runner.execute(saving), 0.0)
         while (waiting := self.scheduler.wait_for_copies()) is not None:
             assert not self.scheduler.apply(self.runner.execute(waiting), 0.0)
         new = blocks - len(self.runner.pages)
