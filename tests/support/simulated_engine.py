@@ -388,8 +388,8 @@ class SimulatedEngine:
         return outputs
 
     def resize(self, blocks: int, saves: int = 0) -> None:
-        """As the engine's loop does it: when nothing is in flight. `saves`: steps in which what a smaller pool would lose
-        goes to RAM first."""
+        """As the engine's loop does it: when nothing is in flight. `saves`: steps in which what a smaller pool would
+        lose goes to RAM first."""
         while self._plans:
             self.execute()
         if self.runner.tiers is not None:
