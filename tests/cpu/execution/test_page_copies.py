@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from deadlines import PATIENCE_S
 from late_tiers import AsGpu, disk_places, pinned
 from simulated_copies import SimulatedCopies
 
@@ -116,7 +117,7 @@ def test_pages_of_ram_are_used_as_they_are_pinned() -> None:
     assert slow.look() == 8
     assert slow.settled
     broken = HostMemory(pinned([4 * page], lambda address: 2), page)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE_S
     while not broken._pinned._done[0].done() and time.monotonic() < deadline:
         time.sleep(0.001)
     assert broken.look() == 0
