@@ -143,6 +143,10 @@ class PrefixStore:
         """Whether a page may be written now: else nobody need bring one."""
         return self._writer is not None and self._writer.takes()
 
+    def room(self) -> int:
+        """Pages that could wait to be written now."""
+        return 0 if self._writer is None else self._writer.room()
+
     def use(self, keys: Sequence[bytes]) -> None:
         """These are wanted: others are evicted before them. Of a chain the end leaves first."""
         if self._slab is None:
