@@ -294,9 +294,7 @@ def test_an_answer_that_was_complete_when_its_worker_died_still_ends(
     assert manager.advance_grammar("0", END) is Verdict.ENDED
 
 
-def test_a_worker_that_hangs_is_replaced(
-    manager: StructuredOutputManager, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_hangs_is_replaced(manager: StructuredOutputManager, monkeypatch: pytest.MonkeyPatch) -> None:
     manager.begin(ask(0, "(ab)+", max_tokens=99))
     formed(manager, 1)
     hung = psutil.Process(workers(manager)[Lane.NEW])
