@@ -430,7 +430,7 @@ def test_who_called_is_known_after_the_call_has_ended() -> None:
         called = Wire(listener.accept()[0])
         calling.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         calling.close()
-        with pytest.raises(OSError):
+        with pytest.raises(ConnectionResetError):
             called.receive()
         assert (called.own_host, called.other_host) == ("127.0.0.1", "127.0.0.1")
         called.close()
