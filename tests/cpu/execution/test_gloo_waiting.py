@@ -38,6 +38,7 @@ def test_a_rank_that_will_not_come_ends_the_wait_with_what_is_known_of_it() -> N
             raise EngineDiedError("rank 1 (node 1) has ended: node 1 is lost")
 
     first, second = pair(watch)
+    looked.clear()  # While they met.
     began_s = time.monotonic()
     with pytest.raises(EngineDiedError, match="node 1 is lost"):
         first.all_reduce(torch.ones(4))
@@ -50,6 +51,7 @@ def test_a_rank_that_will_not_come_ends_the_wait_with_what_is_known_of_it() -> N
 def test_a_rank_that_comes_late_is_waited_for() -> None:
     looked, late = list[float](), torch.full((4,), 2.0)
     first, second = pair(looked.append)
+    looked.clear()
     other = threading.Timer(0.5, second.all_reduce, (late,))
     other.start()
     own = torch.ones(4)

@@ -37,12 +37,15 @@ def check_headless(engine_config: EngineConfig, server_config: ServerConfig) -> 
 def run_node(engine_config: EngineConfig, server_config: ServerConfig) -> int:
     """Until the head says that it is over."""
     from holdfast.engine.ranks.nodes.agent import NodeAgent
+    from holdfast.engine.ranks.nodes.join import head_hears_failure
     from holdfast.engine.ranks.nodes.secret import with_secret
     from holdfast.engine.startup.build import find_model
     from holdfast.engine.startup.select_device import settle_device
 
-    config, _ = with_secret(settle_device(engine_config))
-    model = find_model(config, text=False)
+    config, _ = with_secret(engine_config)
+    with head_hears_failure(config):
+        config = settle_device(config)
+        model = find_model(config, text=False)
     log.info("node %d of %d: model %s", config.node_rank, config.nnodes, model.files.name)
     agent = NodeAgent(config, model.files)
     with _ended_by_signal(agent, server_config.drain_timeout):

@@ -25,7 +25,7 @@ import msgspec
 from holdfast.config.nodes import WRONG_NODES
 from holdfast.engine.ranks.messages import StartRank
 from holdfast.engine.ranks.nodes import messages, secret
-from holdfast.engine.ranks.nodes.link import NodeLink, NodeRank
+from holdfast.engine.ranks.nodes.link import STARTED_S, NodeLink, NodeRank
 from holdfast.engine.ranks.nodes.report import named_ranks, refuse_unequal
 from holdfast.engine.ranks.nodes.wire import MOST_BEFORE_PROOF, Wire
 from holdfast.errors import ConfigurationError, EngineError, HoldfastError
@@ -98,14 +98,17 @@ class NodeHub:
                 said_s = now_s
                 log.info("waiting for %s at port %d", names, self.port)
 
-    def start(self, starts: Sequence[StartRank], segment: Segment, on_end: Callable[[], None]) -> list[NodeRank]:
+    def start(
+        self, starts: Sequence[StartRank], segment: Segment, on_end: Callable[[], None], beat: Callable[[], None]
+    ) -> list[NodeRank]:
         """Ranks of other nodes, by their agents. `segment`: which shows what they have counted. `on_end`: called by
-        another thread when one has ended, or its node is lost."""
-        found = list[NodeRank]()
-        for node in range(1, self.spread.nodes):
-            own = [start for start in starts if start.rank in self.spread.ranks_of(node)]
-            found += self._links[node].start(own, segment, on_end)
-        return found
+        another thread when one has ended, or its node is lost. `beat`: called while agents are awaited."""
+        links = [self._links[node] for node in range(1, self.spread.nodes)]
+        for link in links:
+            ranks = self.spread.ranks_of(link.node)
+            link.start([start for start in starts if start.rank in ranks], segment, on_end)
+        until_s = time.monotonic() + STARTED_S
+        return [rank for link in links for rank in link.await_started(until_s, beat)]
 
     def post(self, mail: bytes) -> None:
         """To the ranks of all other nodes, in this order. One that is lost is noticed otherwise."""
@@ -118,15 +121,24 @@ class NodeHub:
             link.again = again
 
     def close(self, *, again: bool, failure: Failure | None = None) -> None:
-        """`again`: another engine takes this one's place, and nodes shall join it. `failure`: why there is none."""
+        """`again`: another engine takes this one's place, and nodes shall join it. `failure`: why there is none. A
+        second time does nothing."""
         with self._changed:  # Nobody is let in after this who would not be told.
+            if self._closing:
+                return
             self._closing, links = True, list(self._links.values())
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        for link in links:
-            link.end(again=again, failure=failure)
-            link.close()
+        # All at once: a node that is gone keeps nobody waiting for the others.
+        ends = [
+            threading.Thread(target=_end, args=(link, again, failure), name=f"end-{link.node}", daemon=True)
+            for link in links
+        ]
+        for thread in ends:
+            thread.start()
+        for thread in ends:
+            thread.join()
 
     def _accept(self) -> None:
         while not self._closing:
@@ -217,6 +229,11 @@ class NodeHub:
             self._refusal = error
             self._changed.notify_all()
             raise
+
+
+def _end(link: NodeLink, again: bool, failure: Failure | None) -> None:
+    link.end(again=again, failure=failure)
+    link.close()
 
 
 def other_secret() -> ConfigurationError:

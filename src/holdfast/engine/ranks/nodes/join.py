@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import logging
 import os
 import platform
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 import msgspec
@@ -33,9 +34,28 @@ Report = Callable[[str], messages.NodeReport | Failure]
 """Of a node, for its address; or why it cannot join."""
 
 
+@contextlib.contextmanager
+def head_hears_failure(config: EngineConfig) -> Iterator[None]:
+    """Around what a node does before it joins: the head, which waits for it, hears why it does not come."""
+    try:
+        yield
+    except HoldfastError as error:
+        tell_cannot_join(config, error)
+    except OSError as error:
+        tell_cannot_join(config, EngineError(f"node {config.node_rank} cannot read what it needs: {error}"))
+
+
 def tell_cannot_join(config: EngineConfig, error: HoldfastError) -> NoReturn:
-    """Raises it, with the number of the node, when the head knows of it."""
-    join_head(config, lambda host: Failure.of(error))
+    """Raises it, with the number of the node, when the head knows of it; or as it is, where there is no head."""
+    # It may be long until there is a head: whoever looks at this node knows at once.
+    place = f"{config.master_addr} port {config.master_port}"
+    log.error("node %d cannot join, which the head at %s is told: %s", config.node_rank, place, error.message)
+    try:
+        join_head(config, lambda host: Failure.of(error))
+    except EngineError as missing:
+        if missing.code == NODES_MISSING:
+            raise error from None
+        raise
     raise AssertionError("the head has let a node in that cannot join")
 
 
@@ -47,6 +67,8 @@ def join_head(config: EngineConfig, report: Report) -> Wire:
     while True:
         try:
             return _join(config, report)
+        except HoldfastError:  # Of which some are OSErrors too.
+            raise
         except (OSError, EOFError, msgspec.DecodeError) as error:
             now_s = time.monotonic()
             if now_s - began_s >= config.node_timeout:

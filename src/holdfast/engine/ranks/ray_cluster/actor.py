@@ -48,11 +48,9 @@ class NodeActor:
 
 def _follow(config: EngineConfig) -> None:
     from holdfast.engine.ranks.nodes.agent import NodeAgent
-    from holdfast.engine.ranks.nodes.join import tell_cannot_join
+    from holdfast.engine.ranks.nodes.join import head_hears_failure
     from holdfast.engine.startup.build import find_model
 
-    try:
+    with head_hears_failure(config):
         model = find_model(config, progress=False, text=False)
-    except HoldfastError as error:
-        tell_cannot_join(config, error)
     NodeAgent(config, model.files).run()
