@@ -27,7 +27,7 @@ from holdfast.engine.ranks.children import RankProcess
 from holdfast.engine.ranks.cpu import segment_layout
 from holdfast.engine.ranks.nodes import messages
 from holdfast.engine.ranks.nodes.join import head_hears_failure, join_head
-from holdfast.engine.ranks.nodes.report import digests_for, named_ranks, report_of
+from holdfast.engine.ranks.nodes.report import digests_for, named_ranks, report_of, sources_digest
 from holdfast.engine.ranks.nodes.wire import SIGN_S, Wire
 from holdfast.errors import HoldfastError
 from holdfast.execution.parallel.mailbox import Sender
@@ -55,6 +55,7 @@ class NodeAgent:
             # Before anybody waits for it: a slow disk may take longer than the head lets a stranger be silent.
             with head_hears_failure(self._config):
                 digests = digests_for(self._config, self._files)
+                sources_digest()
             wire = join_head(self._config, partial(report_of, self._config, self._files, checkpoint=digests))
             log.info("joined the head at %s port %d", self._config.master_addr, self._config.master_port)
             self.joined = True

@@ -26,7 +26,7 @@ from holdfast.config.nodes import WRONG_NODES
 from holdfast.engine.ranks.messages import StartRank
 from holdfast.engine.ranks.nodes import messages, secret
 from holdfast.engine.ranks.nodes.link import STARTED_S, NodeLink, NodeRank
-from holdfast.engine.ranks.nodes.report import named_ranks, refuse_unequal
+from holdfast.engine.ranks.nodes.report import named_ranks, other_protocol, refuse_unequal
 from holdfast.engine.ranks.nodes.wire import MOST_BEFORE_PROOF, Wire
 from holdfast.errors import ConfigurationError, EngineError, HoldfastError
 from holdfast.execution.parallel.segment import Segment
@@ -168,8 +168,8 @@ class NodeHub:
         wire.wait_at_most(HANDSHAKE_S, for_all=True)
         hello, nonce = messages.decode_hello(wire.receive(MOST_BEFORE_PROOF)), os.urandom(messages.NONCE_BYTES)
         head_proof = secret.proof(self._secret, secret.HEAD, hello.nonce, nonce)
-        wire.send(messages.encode(messages.Challenge(nonce, head_proof)))
-        said = messages.decode_from_agent(wire.receive(MOST_BEFORE_PROOF))
+        wire.send(messages.encode(messages.Challenge(nonce, head_proof, messages.PROTOCOL, self.own.version)))
+        said = self._understood(hello, wire)
         expected = secret.proof(self._secret, secret.AGENT, hello.nonce, nonce)
         if not isinstance(said, messages.Join | messages.CannotJoin) or not hmac.compare_digest(said.proof, expected):
             log.warning("a node at %s was refused: it has another secret", wire.other_host)
@@ -182,7 +182,7 @@ class NodeHub:
             with self._changed:
                 if self._closing:
                     return None
-                self._check(hello, said.report)
+                self._check(said.report)
                 link = NodeLink(wire, said.report, self.spread.ranks_of(said.report.node))
                 wire.send(messages.encode(messages.Welcome()))
                 self._links[link.node] = link
@@ -194,6 +194,19 @@ class NodeHub:
         log.info("node %d of %d has joined: %s at %s", link.node, self.spread.nodes, link.report.name, wire.other_host)
         return link
 
+    def _understood(self, hello: messages.NodeHello, wire: Wire) -> messages.FromAgent:
+        """The answer to a challenge. One of another protocol says CannotJoin, which all understand; where it does not,
+        it is told so, and has proven nothing that would end the head's start."""
+        said = wire.receive(MOST_BEFORE_PROOF)
+        try:
+            return messages.decode_from_agent(said)
+        except msgspec.DecodeError:
+            if hello.protocol != messages.PROTOCOL:
+                error = other_protocol(hello.version, self.own.version, hello.protocol, messages.PROTOCOL)
+                log.warning("a node was refused: %s", error.message)
+                wire.send(messages.encode(messages.Refused(Failure.of(error))))
+            raise
+
     def _note_cannot(self, said: messages.CannotJoin, wire: Wire) -> None:
         """A node that cannot join ends the start of the head: waiting would not help."""
         error = said.failure.error()
@@ -203,7 +216,7 @@ class NodeHub:
             self._refusal = error
             self._changed.notify_all()
 
-    def _check(self, hello: messages.NodeHello, report: messages.NodeReport) -> None:
+    def _check(self, report: messages.NodeReport) -> None:
         """What is wrong with a node that has the secret ends the start of the head too: waiting would not help."""
         node, known = report.node, self._links.get(report.node)
         if not 0 < node < self.spread.nodes and report.nodes == self.spread.nodes:
@@ -222,8 +235,6 @@ class NodeHub:
             )
         try:
             ranks = self.spread.ranks_of(node) if 0 < node < self.spread.nodes else range(1)
-            if hello.protocol != messages.PROTOCOL:
-                report = msgspec.structs.replace(report, version=f"protocol {hello.protocol}")
             refuse_unequal(self.own, report, ranks)
         except ConfigurationError as error:
             self._refusal = error

@@ -17,6 +17,7 @@ import msgspec
 from holdfast.config import EngineConfig
 from holdfast.engine.ranks.nodes import messages, secret
 from holdfast.engine.ranks.nodes.hub import HANDSHAKE_S, NODES_MISSING, SAID_EVERY_S, other_secret
+from holdfast.engine.ranks.nodes.report import other_protocol, own_version
 from holdfast.engine.ranks.nodes.wire import MOST_BEFORE_PROOF, Wire
 from holdfast.errors import EngineError, HoldfastError
 from holdfast.records import Failure
@@ -70,10 +71,10 @@ def join_head(config: EngineConfig, report: Report) -> Wire:
         except HoldfastError:  # Of which some are OSErrors too.
             raise
         except (OSError, EOFError, msgspec.DecodeError) as error:
-            now_s = time.monotonic()
+            now_s, why = time.monotonic(), _why(error)
             if now_s - began_s >= config.node_timeout:
                 raise EngineError(
-                    f"node {config.node_rank} has not reached the head at {place}: {error or 'it has hung up'}",
+                    f"node {config.node_rank} has not reached the head at {place}: {why}",
                     code=NODES_MISSING,
                     needed=f"the head within {format_duration(config.node_timeout)}",
                     fix="start the head (--node-rank 0) with the same --master-addr and --master-port, and let this"
@@ -81,8 +82,14 @@ def join_head(config: EngineConfig, report: Report) -> Wire:
                 ) from error
             if now_s - said_s >= SAID_EVERY_S:
                 said_s = now_s
-                log.info("looking for the head at %s: %s", place, error or "it has hung up")
+                log.info("looking for the head at %s: %s", place, why)
         time.sleep(TRY_EVERY_S)
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, msgspec.DecodeError):
+        return "what answers there is no head of nodes, or one of a version that is not understood"
+    return str(error) or "it has hung up"
 
 
 def _join(config: EngineConfig, report: Report) -> Wire:
@@ -100,7 +107,7 @@ def _introduce(config: EngineConfig, wire: Wire, report: Report) -> None:
     assert config.node_secret is not None
     wire.wait_at_most(HANDSHAKE_S)
     nonce = os.urandom(messages.NONCE_BYTES)
-    wire.send(messages.encode(messages.NodeHello(nonce)))
+    wire.send(messages.encode(messages.NodeHello(nonce, version=own_version())))
     challenge = messages.decode_from_head(wire.receive(MOST_BEFORE_PROOF))
     if not isinstance(challenge, messages.Challenge):
         raise OSError("what answers there is no head")
@@ -110,7 +117,12 @@ def _introduce(config: EngineConfig, wire: Wire, report: Report) -> None:
         raise other_secret()
     proof = secret.proof(config.node_secret, secret.AGENT, nonce, challenge.nonce)
     wire.wait_at_most(JOINED_S)
-    said = report(config.node_addr or wire.own_host)
+    said: messages.NodeReport | Failure
+    if challenge.protocol == messages.PROTOCOL:
+        said = report(config.node_addr or wire.own_host)
+    else:
+        versions = own_version(), challenge.version
+        said = Failure.of(other_protocol(*versions, messages.PROTOCOL, challenge.protocol))
     if isinstance(said, Failure):
         name = platform.node()[:255]
         wire.send(messages.encode(messages.CannotJoin(proof, config.node_rank, name, said)))
