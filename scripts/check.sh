@@ -11,8 +11,10 @@ case $kind in
   # Three at a time, whole files each: for a third of its time a test waits, for a process that starts or a limit that
   # runs out, and two leave one of two cores idle. In the order of tests/conftest.py, at whose end none of the three
   # waits for the others. Another count: HOLDFAST_TEST_WORKERS. The long runs measure, and so run alone.
-  # Folders without a single quick test are not even read, by none of the workers.
-  quick) selection=(-m "not long and not gpu" -n "$workers" --dist loadfile --no-loadscope-reorder
+  # Folders without a single quick test are not even read, by none of the workers. What fails runs once more: on two
+  # cores that all of this shares, a test may lose a race that a second try wins. Each such is shown with its failure
+  # before the summary (tests/conftest.py), for it is a fault of the test or of the product all the same.
+  quick) selection=(-m "not long and not gpu" -n "$workers" --dist loadfile --no-loadscope-reorder --reruns 1
     --ignore tests/clients --ignore tests/gpu --ignore tests/long) ;;
   all) selection=() ;;
   *) echo "scripts/check.sh quick|all" >&2; exit 2 ;;

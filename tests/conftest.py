@@ -126,6 +126,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         sys.modules["torch"].manual_seed(seed)
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What failed and passed when it ran once more (scripts/check.sh) is told with its failure: the summary counts it
+    among the passed."""
+    stats = terminalreporter.stats
+    failed = {report.nodeid for kind in ("failed", "error") for report in stats.get(kind, ())}
+    if passed := [report for report in stats.get("rerun", ()) if report.nodeid not in failed]:
+        terminalreporter.section("failed, and passed when run once more")
+        for report in passed:
+            terminalreporter.write_line(f"{report.nodeid} ({report.when})", yellow=True)
+            terminalreporter.write_line(report.longreprtext)
+
+
 TINY_CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 49152, "hidden_size": 64,
     "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import msgspec
@@ -36,7 +37,7 @@ from holdfast.execution.parallel.segment import SegmentLayout
 from holdfast.records import Failure
 
 SECRET = "a secret of tests"
-SOON_S = 10.0
+SOON_S = 30.0
 
 
 def settings(port: int, **changed) -> EngineConfig:
@@ -336,8 +337,6 @@ def test_checkpoints_are_told_apart_by_size_and_header(tmp_path, tiny_model) -> 
 
 
 def with_weights(files, weights):
-    from dataclasses import replace
-
     return replace(files, weights=(weights,))
 
 
@@ -399,7 +398,7 @@ def port() -> int:
 
 @pytest.fixture
 def node(tiny_model, port: int) -> EngineConfig:
-    return settings(port, model=str(tiny_model), load_format="dummy", node_timeout=2.0)
+    return settings(port, model=str(tiny_model), load_format="dummy", node_timeout=SOON_S)
 
 
 def head_at(node: EngineConfig) -> NodeHub:
@@ -423,8 +422,23 @@ def test_a_node_joins_the_next_head_and_ends_with_it(node: EngineConfig) -> None
     assert agent.error is None
 
 
+def test_who_called_is_known_after_the_call_has_ended() -> None:
+    """A node that leaves as soon as it was let in is named all the same, and so is listened to: without that its end
+    would never be noticed."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        calling = socket.create_connection(listener.getsockname())
+        called = Wire(listener.accept()[0])
+        calling.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        calling.close()
+        with pytest.raises(OSError):
+            called.receive()
+        assert (called.own_host, called.other_host) == ("127.0.0.1", "127.0.0.1")
+        called.close()
+
+
 def test_a_node_whose_head_does_not_come_back_ends_with_an_error(node: EngineConfig) -> None:
-    agent, head = RunningAgent(node), head_at(node)
+    head = head_at(node)  # Before it is looked for: the time to find one is short here.
+    agent = RunningAgent(replace(node, node_timeout=2.0))
     head.await_nodes(SOON_S, lambda done, total: None)
     head.close(again=True)
     assert agent.ended()

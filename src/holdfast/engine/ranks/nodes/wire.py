@@ -30,20 +30,14 @@ class Wire:
     def __init__(self, connection: socket.socket) -> None:
         self._connection, self._sending = connection, threading.Lock()
         self._until_s: float | None = None
+        # Asked now: of one that the other side has closed neither can be asked any more.
+        self.own_host, self.other_host = str(connection.getsockname()[0]), str(connection.getpeername()[0])
         connection.setblocking(True)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         # What was sent and not even acknowledged: the other machine, or the way there, is gone.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(LOST_S * 1000))
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(LOST_S), 0))
-
-    @property
-    def own_host(self) -> str:
-        return str(self._connection.getsockname()[0])
-
-    @property
-    def other_host(self) -> str:
-        return str(self._connection.getpeername()[0])
 
     def wait_at_most(self, seconds: float, *, for_all: bool = False) -> None:
         """For any sign of a message; it raises TimeoutError (an OSError) then. `for_all`: for all messages from now on,
