@@ -35,6 +35,12 @@ class NodeSettings(Protocol):
     def device(self) -> str: ...
 
 
+def address(field: str, value: Any) -> str:
+    """Of IPv6 with the brackets that a URL would have, or without them."""
+    given = text(field, value).strip()
+    return given[1:-1] if given.startswith("[") and given.endswith("]") else given
+
+
 def nnodes_setting() -> Any:
     return setting(
         1,
@@ -53,7 +59,7 @@ def master_addr_setting() -> Any:
     return setting(
         "127.0.0.1",
         "address of the head, at which it awaits the other nodes and they reach it",
-        text,
+        address,
         metavar="ADDRESS",
     )
 
@@ -67,7 +73,7 @@ def node_addr_setting() -> Any:
         None,
         "address of this machine at which other nodes reach it; default: the one that it reaches the head from, and of"
         " the head master_addr, at which it listens then",
-        optional(text),
+        optional(address),
         metavar="ADDRESS",
     )
 

@@ -25,11 +25,13 @@ import msgspec
 from holdfast.config.nodes import WRONG_NODES
 from holdfast.engine.ranks.messages import StartRank
 from holdfast.engine.ranks.nodes import messages, secret
+from holdfast.engine.ranks.nodes.addresses import refuse_unreachable
 from holdfast.engine.ranks.nodes.link import STARTED_S, NodeLink, NodeRank
 from holdfast.engine.ranks.nodes.report import named_ranks, other_protocol, refuse_unequal
 from holdfast.engine.ranks.nodes.wire import MOST_BEFORE_PROOF, Wire
 from holdfast.errors import ConfigurationError, EngineError, HoldfastError
 from holdfast.execution.parallel.segment import Segment
+from holdfast.execution.parallel.sockets.listen import listen_at
 from holdfast.execution.parallel.sockets.spread import Spread
 from holdfast.records import Failure
 from holdfast.units import format_duration
@@ -258,9 +260,9 @@ def other_secret() -> ConfigurationError:
 
 def _listen(address: str, port: int) -> socket.socket:
     try:
-        family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((address, port), family=family, backlog=MOST_STRANGERS)
-    except (OSError, OverflowError) as error:
+        refuse_unreachable(address)
+        return listen_at(address, port, backlog=MOST_STRANGERS)
+    except (OSError, OverflowError, UnicodeError) as error:
         raise ConfigurationError(
             f"rank 0 cannot listen for other nodes at {address} port {port}: {error}",
             code=WRONG_NODES,

@@ -6,7 +6,6 @@ The process group is this object's own: the program that the engine runs in may 
 from __future__ import annotations
 
 import ctypes
-import socket
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -17,6 +16,7 @@ import torch.distributed
 
 from holdfast.errors import EngineDiedError, EngineError
 from holdfast.execution.parallel.segment import LOOK_NS, Watch
+from holdfast.execution.parallel.sockets.listen import listen_at
 
 TIMEOUT_S = 60.0
 """To find one another."""
@@ -29,7 +29,7 @@ Store: TypeAlias = torch.distributed.Store
 
 def open_store(port: int | None, size: int, host: str = LOOPBACK) -> torch.distributed.TCPStore:
     """Where ranks find one another: the first one's (None), or that one's by its port. It listens at `host` alone."""
-    own = socket.create_server((host, 0)) if port is None else None
+    own = listen_at(host) if port is None else None
     return torch.distributed.TCPStore(
         host,
         port or (0 if own is None else own.getsockname()[1]),

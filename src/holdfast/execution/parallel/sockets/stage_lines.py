@@ -23,6 +23,7 @@ import torch.distributed
 
 from holdfast.errors import EngineDiedError, EngineError
 from holdfast.execution.parallel.segment import LOOK_NS, Watch
+from holdfast.execution.parallel.sockets.listen import listen_at
 
 LOOK_S = LOOK_NS / 1e9
 JOIN_S = 60.0
@@ -148,7 +149,7 @@ def open_lines(
 ) -> tuple[Mapping[int, LineIn], Mapping[int, LineOut]]:
     """By the numbers of the other ranks. `store`: where they find one another. `host`: of this rank for others. `key`:
     that all ranks of this start have, and nobody else. Waits until all of them are there, or `watch` raises."""
-    listener = socket.create_server((host, 0)) if sources else None
+    listener = listen_at(host) if sources else None
     if listener is not None:
         port = listener.getsockname()[1]
         store.set(f"line/{rank}", f"{host} {port}")
