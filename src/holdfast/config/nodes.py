@@ -9,8 +9,9 @@ from holdfast.errors import ConfigurationError
 
 WRONG_NODES = "HF139"
 DEFAULT_PORT = 29501
-LEAST_SECRET = 8
-"""Letters that a secret has."""
+LEAST_SECRET = 16
+"""Characters that a secret has: whoever can call the head can try guesses at home (engine/ranks/nodes/secret.py)."""
+MAKE_SECRET = "python3 -c 'import secrets; print(secrets.token_hex(32))'"
 DEFAULT_TIMEOUT_S = 600.0
 
 
@@ -141,7 +142,12 @@ def check_nodes(config: NodeSettings) -> None:
             field="nnodes",
         )
     if config.node_secret is not None and len(config.node_secret) < LEAST_SECRET:
-        raise _wrong("the node secret is too short", needed=f"{LEAST_SECRET} letters or more", field="node_secret")
+        raise _wrong(
+            f"the node secret is too short: {len(config.node_secret)} characters",
+            needed=f"{LEAST_SECRET} characters or more, the same on all nodes",
+            fix=f"a secret that {MAKE_SECRET} prints, in HOLDFAST_NODE_SECRET on all nodes",
+            field="node_secret",
+        )
 
 
 def _wrong(message: str, *, needed: str, field: str, fix: str | None = None) -> ConfigurationError:
