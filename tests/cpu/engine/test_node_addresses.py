@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 
@@ -16,7 +17,7 @@ from holdfast.engine.ranks.nodes import addresses
 from holdfast.engine.ranks.nodes.hub import NodeHub
 from holdfast.engine.ranks.nodes.join import join_head
 from holdfast.engine.ranks.nodes.messages import NodeReport
-from holdfast.errors import ConfigurationError
+from holdfast.errors import ConfigurationError, EngineError
 from holdfast.execution.parallel.sockets.gloo import GlooCollectives, open_store
 from holdfast.execution.parallel.sockets.stage_lines import KEY_BYTES, open_lines
 
@@ -126,3 +127,22 @@ def test_a_place_is_told_with_the_address_of_a_name() -> None:
 def test_a_name_that_is_unknown_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"cannot listen for other nodes at no-such-machine\.invalid"):
         NodeHub("no-such-machine.invalid", 0, SECRET, REPORT, 1, 2)
+
+
+def test_who_waits_says_at_once_for_whom_and_where(caplog) -> None:
+    """Not only that it waits: an address that is mistyped is seen there."""
+    caplog.set_level(logging.INFO, logger="holdfast")
+    hub = NodeHub("127.0.0.1", 0, SECRET, REPORT, 1, 2)
+    with pytest.raises(EngineError, match="has not joined") as missing:
+        hub.await_nodes(0.3, lambda done, total: None)
+    port = hub.port
+    hub.close(again=False)
+    assert f"waiting for node 1 (rank 1) at 127.0.0.1 port {port}" in caplog.messages
+    assert missing.value.found == f"1 of them at 127.0.0.1 port {port}"
+    config = EngineConfig(
+        tensor_parallel_size=2, nnodes=2, node_rank=1, node_secret=SECRET, device="cpu", master_addr="localhost",
+        master_port=port, node_timeout=1.0,
+    )  # fmt: skip
+    with pytest.raises(EngineError, match=r"has not reached the head at localhost \(.*1\) port"):
+        join_head(config, lambda host: REPORT)
+    assert caplog.messages[-1].startswith("looking for the head at localhost (")

@@ -57,7 +57,9 @@ def refused_address() -> ConfigurationError:
 def test_an_address_where_nobody_answers_is_refused_soon(monkeypatch) -> None:
     named = f"127.0.0.1:{free_port()}"
     monkeypatch.setenv("RAY_ADDRESS", named)
-    assert f"RAY_ADDRESS is {named}, where nobody answers" in (refused_address().found or "")
+    refused = refused_address()
+    assert f"RAY_ADDRESS is {named}, where nobody answers" in (refused.found or "")
+    assert f"ray start --address={named} on this machine" in (refused.fix or "")
 
 
 def test_an_address_that_takes_no_connection_is_refused_soon(monkeypatch) -> None:

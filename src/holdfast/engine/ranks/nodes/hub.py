@@ -25,7 +25,7 @@ import msgspec
 from holdfast.config.nodes import WRONG_NODES
 from holdfast.engine.ranks.messages import StartRank
 from holdfast.engine.ranks.nodes import messages, secret
-from holdfast.engine.ranks.nodes.addresses import refuse_unreachable
+from holdfast.engine.ranks.nodes.addresses import named_place, refuse_unreachable
 from holdfast.engine.ranks.nodes.link import STARTED_S, NodeLink, NodeRank
 from holdfast.engine.ranks.nodes.report import named_ranks, other_protocol, refuse_unequal
 from holdfast.engine.ranks.nodes.wire import MOST_BEFORE_PROOF, Wire
@@ -59,6 +59,7 @@ class NodeHub:
         self._changed, self._closing = threading.Condition(), False
         self._strangers = threading.BoundedSemaphore(MOST_STRANGERS)
         self._listener = _listen(address, port)
+        self._place = named_place(address, self.port)
         threading.Thread(target=self._accept, name="nodes", daemon=True).start()
 
     @property
@@ -72,7 +73,7 @@ class NodeHub:
 
     def await_nodes(self, timeout_s: float, beat: Callable[[int, int], None]) -> None:
         """Until all are there. `beat`: called meanwhile, with how many nodes are there and how many there are."""
-        began_s = said_s = time.monotonic()
+        began_s, said_s = time.monotonic(), -SAID_EVERY_S  # At once, then now and then.
         others = range(1, self.spread.nodes)
         while True:
             with self._changed:
@@ -92,13 +93,13 @@ class NodeHub:
                     f"{names} has not joined",
                     code=NODES_MISSING,
                     needed=f"all {self.spread.nodes} nodes within {format_duration(timeout_s)}",
-                    found=f"{self.spread.nodes - len(missing)} of them",
+                    found=f"{self.spread.nodes - len(missing)} of them at {self._place}",
                     fix=f"start it with --node-rank {missing[0]} and the head's --master-addr, --master-port and"
                     " secret, and let it through to that port",
                 )
             if now_s - said_s >= SAID_EVERY_S:
                 said_s = now_s
-                log.info("waiting for %s at port %d", names, self.port)
+                log.info("waiting for %s at %s", names, self._place)
 
     def start(
         self, starts: Sequence[StartRank], segment: Segment, on_end: Callable[[], None], beat: Callable[[], None]

@@ -16,6 +16,7 @@ import msgspec
 
 from holdfast.config import EngineConfig
 from holdfast.engine.ranks.nodes import messages, secret
+from holdfast.engine.ranks.nodes.addresses import named_place
 from holdfast.engine.ranks.nodes.hub import HANDSHAKE_S, NODES_MISSING, SAID_EVERY_S, other_secret
 from holdfast.engine.ranks.nodes.report import other_protocol, own_version
 from holdfast.engine.ranks.nodes.wire import MOST_BEFORE_PROOF, Wire
@@ -49,7 +50,7 @@ def head_hears_failure(config: EngineConfig) -> Iterator[None]:
 def tell_cannot_join(config: EngineConfig, error: HoldfastError) -> NoReturn:
     """Raises it, with the number of the node, when the head knows of it; or as it is, where there is no head."""
     # It may be long until there is a head: whoever looks at this node knows at once.
-    place = f"{config.master_addr} port {config.master_port}"
+    place = named_place(config.master_addr, config.master_port)
     log.error("node %d cannot join, which the head at %s is told: %s", config.node_rank, place, error.message)
     try:
         join_head(config, lambda host: Failure.of(error))
@@ -63,8 +64,8 @@ def tell_cannot_join(config: EngineConfig, error: HoldfastError) -> NoReturn:
 def join_head(config: EngineConfig, report: Report) -> Wire:
     """A connection to a head that has let this node in. Tries again while there is no head; raises what the head says
     when it refuses."""
-    began_s = said_s = time.monotonic()
-    place = f"{config.master_addr} port {config.master_port}"
+    began_s, said_s = time.monotonic(), -SAID_EVERY_S  # At once, then now and then.
+    place = named_place(config.master_addr, config.master_port)
     while True:
         try:
             return _join(config, report)

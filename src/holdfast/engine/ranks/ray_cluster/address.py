@@ -24,7 +24,7 @@ def cluster_address() -> str:
             "the address of the cluster's head, such as 10.0.0.1:6379, on one of its nodes",
         )
     if named != "auto":
-        _ask(named, f"RAY_ADDRESS is {named}", "RAY_ADDRESS with the HOST:PORT of a cluster that runs")
+        _ask(named, f"RAY_ADDRESS is {named}", "the HOST:PORT of a cluster that runs")
         return named
     from ray._private.services import canonicalize_bootstrap_address_or_die
 
@@ -44,17 +44,18 @@ def _ask(address: str, source: str, needed: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), ANSWERS_S).close()
     except (OSError, OverflowError, UnicodeError) as error:
         why = f"nobody within {ANSWERS_S:g} s" if isinstance(error, TimeoutError) else str(error)
-        raise no_cluster(f"{source}, where nobody answers: {why}", needed) from None
+        raise no_cluster(f"{source}, where nobody answers: {why}", needed, head=address) from None
 
 
-def no_cluster(why: str, needed: str = A_CLUSTER) -> ConfigurationError:
+def no_cluster(why: str, needed: str = A_CLUSTER, *, head: str = "HEAD:6379") -> ConfigurationError:
+    """`head`: where machines join the cluster, as far as that is known."""
     return ConfigurationError(
         "there is no Ray cluster to use",
         code=NO_RAY,
         needed=needed,
         found=why,
-        fix="ray start --address=HEAD:6379 on this machine, with the Ray and Python of the cluster; for a cluster of"
-        " this machine alone: ray start --head",
+        fix=f"where the cluster runs at {head}: ray start --address={head} on this machine, with the cluster's Ray and"
+        " Python; for a cluster of this machine alone: ray start --head, without RAY_ADDRESS",
         field="distributed_executor_backend",
     )
 

@@ -94,10 +94,13 @@ class RayDriver:
 
     def _find_room(self, home_id: str) -> RayPlacement:
         """What an engine before this one had may still have to become free."""
+        import ray
+
         until_s = time.monotonic() + RELEASED_S
         while True:
             try:
-                return place(cluster_nodes(), home_id, self._wanted, nodes=self._asked.nodes)
+                head = ray.get_runtime_context().gcs_address
+                return place(cluster_nodes(), home_id, self._wanted, nodes=self._asked.nodes, head=head)
             except NoResourcesError:
                 if time.monotonic() > until_s or self._connection.poll(LOOK_S):
                     raise
@@ -250,7 +253,7 @@ def connect() -> None:
     try:
         ray.init(address=address, log_to_driver=True, logging_level="warning")
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-        raise no_cluster(f"at {address}: {first_line(error)}") from None
+        raise no_cluster(f"at {address}: {first_line(error)}", head=address) from None
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Ray has set it.
 
 
