@@ -172,20 +172,36 @@ class RunningServer:
     @property
     def engine_pid(self) -> int:
         """The child that holds the model."""
-        for child in psutil.Process(self.process.pid).children():
-            if "holdfast.engine.process.entry" in " ".join(child.cmdline()):
-                return child.pid
-        raise AssertionError("there is no engine process")
+        return self._engines()[0].pid
+
+    def _engines(self) -> list[psutil.Process]:
+        found = [
+            child
+            for child in psutil.Process(self.process.pid).children()
+            if "holdfast.engine.process.entry" in " ".join(child.cmdline())
+        ]
+        assert found, "there is no engine process"
+        return found
+
+    def kill_engine(self) -> bool:
+        """Whether it was computing an answer: one that takes no second may be over before it is killed."""
+        with self.engine_held():
+            running = self.open_requests() > 0
+            os.kill(self.engine_pid, signal.SIGKILL)
+        return running
 
     @contextlib.contextmanager
     def engine_held(self) -> Iterator[None]:
-        """The engine process stands still meanwhile: what it has begun does not end, however slow the test is."""
-        engine = psutil.Process(self.engine_pid)
-        engine.suspend()
+        """Engine processes stand still meanwhile: what they have begun does not end, however slow the test is."""
+        engines = self._engines()
+        for engine in engines:
+            engine.suspend()
         try:
             yield
         finally:
-            engine.resume()
+            for engine in engines:
+                with contextlib.suppress(psutil.NoSuchProcess):  # It was killed meanwhile.
+                    engine.resume()
 
     def wait_ready(self, timeout_s: float = PATIENCE_S) -> RunningServer:
         deadline = time.monotonic() + timeout_s
@@ -260,6 +276,13 @@ def tiny_arguments(tiny_model: Path) -> list[str]:
         "--served-model-name",
         "tiny",
     ]
+
+
+@pytest.fixture(scope="session")
+def endless_arguments(tiny_arguments: list[str]) -> list[str]:
+    """The same with room for answers of 60,000 tokens, which take a minute: what shall happen in the middle of one
+    does, also where the tests or the front get no processor for seconds."""
+    return [*tiny_arguments, "--hf-overrides", '{"max_position_embeddings": 65536}', "--max-model-len", "65536"]
 
 
 def _starter(folder: Path) -> Iterator[Callable[..., RunningServer]]:

@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+MOST_LEAKED_BYTES = 1 << 30
+
 
 @dataclass(frozen=True)
 class FakeSettings:
@@ -36,6 +38,7 @@ class FakeSettings:
     ends_after_s: float = 0.0
     """After the first streamed request; 0: it stays."""
     leak_bytes_per_s: float = 0.0
+    """Until MOST_LEAKED_BYTES: on a busy machine a run may take many times its seconds."""
     slower_per_s: float = 0.0
     """Time between tokens grows by this share of itself with every second."""
     line_end: str = "\n"
@@ -89,7 +92,8 @@ class FakeServer:
 
     def _metrics(self) -> bytes:
         lived = time.monotonic() - self.began_s if self.began_s else 0.0
-        self.leaked.extend(b"x" * max(0, int(self.settings.leak_bytes_per_s * lived) - len(self.leaked)))
+        wanted = min(int(self.settings.leak_bytes_per_s * lived), MOST_LEAKED_BYTES)
+        self.leaked.extend(b"x" * (wanted - len(self.leaked)))
         return (
             f"vllm:num_requests_running {self.running}\nvllm:num_requests_waiting {self.waiting}\n"
             "vllm:kv_cache_usage_perc 0.5\n"

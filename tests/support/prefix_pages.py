@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable, Sequence
 from hashlib import shake_128
@@ -14,7 +15,8 @@ from holdfast.prefix_store.files.calls import Calls
 
 PAGE_BYTES = 8192
 MODEL = b"a model"
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
+"""Of what must happen, however little of the machine this process has."""
 
 
 def page_of(key: bytes, page_bytes: int = PAGE_BYTES, model: bytes = MODEL) -> bytes:
@@ -27,7 +29,7 @@ def key_of(number: int) -> bytes:
 
 def opened(folder: Path, pages: int = 64, page_bytes: int = PAGE_BYTES, **settings: Any) -> PrefixStore:
     slot_bytes = -(-page_bytes // 4096) * 4096
-    settings = {"size_bytes": pages * slot_bytes, "model": MODEL, "beat_s": 0.01, **settings}
+    settings = {"size_bytes": pages * slot_bytes, "model": MODEL, "beat_s": 0.01, "lock_s": DEADLINE_S, **settings}
     return PrefixStore.open(folder, page_bytes=page_bytes, **settings)
 
 
@@ -73,14 +75,17 @@ def file_of(folder: Path, ending: str) -> Path:
 
 
 class FailingCalls(Calls):
-    """Raises `error` in calls by these names, each with `chance`; takes `delay_s` longer in reads and writes."""
+    """Raises `error` in calls by these names, each with `chance`. While `answer` is not set, pages are neither read nor
+    written; `begun`: how many such calls there were."""
 
     def __init__(self, seed: int = 0) -> None:
         self.random = random.Random(seed)
         self.chance = 0.0
         self.failing: set[str] = set()
         self.errors: list[int] = []
-        self.delay_s = 0.0
+        self.answer = threading.Event()
+        self.answer.set()
+        self.begun = 0
         self.clock_s: float | None = None
         self.ahead_s = 0.0
         self.failed = 0
@@ -94,8 +99,9 @@ class FailingCalls(Calls):
             return found
 
         def call(*arguments: Any) -> Any:
-            if self.delay_s and name in ("read_into", "write_from"):
-                time.sleep(self.delay_s)
+            if name in ("read_into", "write_from"):
+                self.begun += 1
+                assert self.answer.wait(DEADLINE_S)
             if name in self.failing and self.errors and self.random.random() < self.chance:
                 self.failed += 1
                 number = self.random.choice(self.errors)

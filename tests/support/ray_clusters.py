@@ -18,6 +18,7 @@ import pytest
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
 SOURCES = Path(__file__).parents[2] / "src"
+STARTS = 3
 STORE_BYTES = 80 << 20
 """The least that Ray takes."""
 
@@ -83,13 +84,24 @@ class RayCluster:
 def ray_cluster(*cpus: int, gpus: int = 0) -> Iterator[RayCluster]:
     folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # Ray's sockets lie in it: paths must be short.
     try:
-        cluster = RayCluster(folder, list(cpus), gpus)
+        cluster = _started(folder, list(cpus), gpus)
         try:
             yield cluster
         finally:
             cluster.close()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _started(folder: Path, cpus: list[int], gpus: int) -> RayCluster:
+    """Ray gives a node 30 s to come up, by a number in its code: on a busy machine that is not always enough."""
+    for attempt in range(STARTS):
+        try:
+            return RayCluster(folder, cpus, gpus)
+        except AssertionError:
+            if attempt == STARTS - 1:
+                raise
+    raise AssertionError("no start was tried")
 
 
 def _main(folder: str, gpus: int, cpus: list[int]) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from holdfast.errors import ConfigurationError
 from holdfast.prefix_store.files.calls import Calls
-from holdfast.prefix_store.files.folder import BusyError, StoreFolder
+from holdfast.prefix_store.files.folder import LOCK_S, BusyError, StoreFolder
 from holdfast.prefix_store.files.index import KEY_BYTES, DamagedIndexError
 from holdfast.prefix_store.files.slab import Slab, padded, slab_name
 from holdfast.prefix_store.files.uses import FirstUses
@@ -84,6 +84,7 @@ class PrefixStore:
         calls: Calls | None = None,
         beat_s: float = BEAT_S,
         retry_s: float = RETRY_S,
+        lock_s: float = LOCK_S,
     ) -> PrefixStore:
         """`model`: a digest of everything that the content of pages depends on besides their keys. `label`: for people.
         ConfigurationError where the folder cannot be used at all. One that can only be read is served from."""
@@ -97,7 +98,7 @@ class PrefixStore:
                 field="kv_store_size",
             )
         calls = calls or Calls()
-        opened = StoreFolder(folder, calls, create=True)
+        opened = StoreFolder(folder, calls, create=True, lock_s=lock_s)
         health = DiskHealth(folder, retry_s)
         slab = _open_slab(opened, calls, health, model, page_bytes, label, size_bytes)
         return cls(

@@ -181,7 +181,7 @@ class Supervised:
 
     def _pump(self, readers: dict[int, int], tick: Callable[[Supervised], None]) -> None:
         lines = {reader: OutputLines(self._on_line) for reader in readers}
-        until = time.monotonic() + LAST_WORDS_S
+        until: float | None = None
         with selectors.DefaultSelector() as selector:
             for reader in readers:
                 selector.register(reader, selectors.EVENT_READ)
@@ -199,6 +199,11 @@ class Supervised:
                 if self._status is None:
                     self._tell_guard(self._process)
                     tick(self)
+                elif until is None:
+                    # All that it said itself, however long we were kept from reading it: its last words say why.
+                    for key in list(selector.get_map().values()):
+                        if key.fd in readers:
+                            self._drain(key.fd, readers[key.fd], lines[key.fd])
                     until = time.monotonic() + LAST_WORDS_S
                 elif not ready or time.monotonic() > until:
                     break  # Who still holds the pipe is no longer the program.
@@ -208,18 +213,22 @@ class Supervised:
         for one in lines.values():
             one.feed(b"\n")  # What is left is a line too.
 
-    def _pass_on(self, reader: int, ours: int, lines: OutputLines) -> bool:
-        """False: there is no more, or nobody reads it."""
+    def _drain(self, reader: int, ours: int, lines: OutputLines) -> None:
+        """What is there by now; not what others write meanwhile."""
+        there = int.from_bytes(fcntl.ioctl(reader, termios.FIONREAD, bytes(4)), sys.byteorder)
+        while there > 0 and (passed := self._pass_on(reader, ours, lines, min(there, READ_BYTES))):
+            there -= passed
+
+    def _pass_on(self, reader: int, ours: int, lines: OutputLines, most_bytes: int = READ_BYTES) -> int:
+        """So many bytes. 0: there is no more, or nobody reads it."""
         try:
-            piece = os.read(reader, READ_BYTES)
+            piece = os.read(reader, most_bytes)
         except OSError as error:
             if error.errno == errno.EIO:  # How Linux says that nobody has the other end of a terminal.
-                return False
+                return 0
             raise
-        if not piece:
-            return False
         lines.feed(piece)
-        return self._write(ours, piece)
+        return len(piece) if piece and self._write(ours, piece) else 0
 
     def _write(self, ours: int, piece: bytes) -> bool:
         """False: nobody will read any more of it, and the program shall learn of that as it would alone."""

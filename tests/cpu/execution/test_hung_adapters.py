@@ -18,7 +18,7 @@ from lora_adapters import write_adapter
 from holdfast.checkpoints import locate, spec_of
 from holdfast.checkpoints.checkpoint import Checkpoint
 from holdfast.checkpoints.lora.adapter import stamp
-from holdfast.execution.lora import slots
+from holdfast.execution.lora import bounded_reads, slots
 from holdfast.execution.lora.slots import AdapterPlaces, LoraLimits
 from holdfast.records import AdapterArrival, AdapterFetch, AdapterRef, StepPlan
 
@@ -36,20 +36,33 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     return base
 
 
+class FileServer:
+    """Files of adapters called hung do not come until `come` is set. Its clock is that of the reads."""
+
+    def __init__(self) -> None:
+        self.come, self.now_s = threading.Event(), 0.0
+        self.begun = self.hung = 0
+
+    def monotonic(self) -> float:
+        self.begun += threading.current_thread() is not threading.main_thread()
+        return self.now_s
+
+
 @pytest.fixture
-def files_come(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Those of adapters called hung do not, until it is set."""
-    come, read = threading.Event(), Checkpoint.read
+def files(monkeypatch: pytest.MonkeyPatch) -> Iterator[FileServer]:
+    made, read = FileServer(), Checkpoint.read
 
     def waiting(self: Checkpoint, name: str, **named: Any) -> Any:
-        if "hung" in str(self.tensors[name].path):
-            come.wait(PATIENCE_S)
+        if "hung" in str(self.tensors[name].path) and not made.come.is_set():
+            made.hung += 1
+            made.come.wait(PATIENCE_S)
         return read(self, name, **named)
 
     monkeypatch.setattr(Checkpoint, "read", waiting)
     monkeypatch.setattr(slots, "READ_LIMIT_S", 0.3)
-    yield come
-    come.set()
+    monkeypatch.setattr(bounded_reads, "time", made)
+    yield made
+    made.come.set()
 
 
 @pytest.fixture
@@ -68,17 +81,23 @@ def ref(folder: Path) -> Callable[[str], AdapterRef]:
     )
 
 
-def follow(places: AdapterPlaces, fetches: list[AdapterFetch], count: int) -> dict[int, AdapterArrival]:
+def follow(places: AdapterPlaces, files: FileServer, fetches: list[AdapterFetch]) -> dict[int, AdapterArrival]:
+    """Time passes only while all that are being read hang."""
+    begun_before, hung_before = files.begun, files.hung
     found = {one.place: one for one in places.follow(StepPlan(step_id=0, fetches=fetches))}
     deadline_s = time.monotonic() + PATIENCE_S
-    while len(found) < count and time.monotonic() < deadline_s:
+    while len(found) < len(fetches):
+        assert time.monotonic() < deadline_s
+        come = sum(one.failure is None for one in found.values())
+        if files.begun - begun_before == files.hung - hung_before + come:
+            files.now_s += 0.1
         found |= {one.place: one for one in places.follow(StepPlan(step_id=0))}
     return found
 
 
-def test_two_hung_adapters_do_not_hold_up_a_third(places, ref, files_come) -> None:
+def test_two_hung_adapters_do_not_hold_up_a_third(places, ref, files) -> None:
     names = ["hung-1", "hung-2", "good"]
-    found = follow(places, [AdapterFetch(place, ref(name)) for place, name in enumerate(names)], 3)
+    found = follow(places, files, [AdapterFetch(place, ref(name)) for place, name in enumerate(names)])
     failures = [found[place].failure for place in range(3)]
     assert [failure and failure.code for failure in failures] == ["HF378", "HF378", None]
     assert failures[0] is not None
@@ -86,26 +105,26 @@ def test_two_hung_adapters_do_not_hold_up_a_third(places, ref, files_come) -> No
     assert [held and held.name for held in places.held] == [None, None, "good"]
 
 
-def test_what_comes_too_late_is_written_nowhere(places, ref, files_come) -> None:
+def test_what_comes_too_late_is_written_nowhere(places, ref, files) -> None:
     """Its place is another's by then."""
-    follow(places, [AdapterFetch(0, ref("hung-1"))], 1)
-    assert follow(places, [AdapterFetch(0, ref("good"))], 1)[0].failure is None
+    follow(places, files, [AdapterFetch(0, ref("hung-1"))])
+    assert follow(places, files, [AdapterFetch(0, ref("good"))])[0].failure is None
     good = places.places[0].clone()
     assert good.abs().sum() > 0
-    files_come.set()
+    files.come.set()
     deadline_s = time.monotonic() + PATIENCE_S
     while places._readers._left_behind and time.monotonic() < deadline_s:
         time.sleep(0.01)
     assert places._readers._left_behind == 0  # It has done all that it will do.
     assert torch.equal(places.places[0], good)
-    assert follow(places, [AdapterFetch(1, ref("hung-1"))], 1)[1].failure is None  # And it can be had now.
+    assert follow(places, files, [AdapterFetch(1, ref("hung-1"))])[1].failure is None  # And it can be had now.
     assert not torch.equal(places.places[1], good)
 
 
-def test_adapters_that_hang_again_and_again_do_not_gather_threads(places, ref, files_come, monkeypatch) -> None:
+def test_adapters_that_hang_again_and_again_do_not_gather_threads(places, ref, files, monkeypatch) -> None:
     monkeypatch.setattr("holdfast.execution.lora.bounded_reads.MOST_LEFT_BEHIND", 2)
     before = threading.active_count()
     for _ in range(2):
-        assert follow(places, [AdapterFetch(0, ref("hung-1"))], 1)[0].failure.code == "HF378"
+        assert follow(places, files, [AdapterFetch(0, ref("hung-1"))])[0].failure.code == "HF378"
     assert threading.active_count() - before <= 2 + slots.READERS
-    assert follow(places, [AdapterFetch(0, ref("good"))], 1)[0].failure is None
+    assert follow(places, files, [AdapterFetch(0, ref("good"))])[0].failure is None

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from deadlines import PATIENCE_S
 from simulated_copies import SimulatedCopies
 
 from holdfast.execution.streaming.pinned_memory import PinnedMemory
@@ -154,7 +155,7 @@ def test_pages_of_ram_are_used_as_they_are_pinned() -> None:
     assert slow.look() == 8
     assert slow.settled
     broken = HostMemory(pinned([4 * page], lambda address: 2), page)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE_S
     while not broken._pinned._done[0].done() and time.monotonic() < deadline:
         time.sleep(0.001)
     assert broken.look() == 0

@@ -13,8 +13,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from deadlines import PATIENCE_S
 
 from holdfast.engine.core.loop import EngineCore
+from holdfast.execution.tiers import disk
 from holdfast.execution.tiers.cpu import CpuPageCopies
 from holdfast.execution.tiers.disk import LATE_S, DiskReads
 from holdfast.footprint.cpu import staging_places
@@ -175,8 +177,13 @@ class HungStore:
 
 @pytest.mark.parametrize("blocks", [22, 40], ids=["fewer pages", "more pages"])
 def test_a_resize_does_not_wait_for_a_disk_that_hangs(
-    blocks: int, tmp_path: Path, oracles: Callable[..., Any], driver_for: Callable[..., Any]
+    blocks: int,
+    tmp_path: Path,
+    oracles: Callable[..., Any],
+    driver_for: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(disk, "LATE_S", PATIENCE_S)
     oracle, runner = oracles("Llama"), driver_for(oracles("Llama"), blocks=36, slots=4, budget=32).runner
     runner.back_kv(36, 60)
     store = HungStore(open_store(tmp_path / "store", runner.layout.page_bytes))
@@ -200,7 +207,7 @@ def test_a_resize_does_not_wait_for_a_disk_that_hangs(
         ask(name, prompt)
         while core.has_work:
             step()
-    store.store._writer.drain(10.0)
+    store.store._writer.drain(PATIENCE_S)
     core.scheduler.reset_prefix_cache()
     store.hangs = True
     ask("waits", prompt)
@@ -209,7 +216,7 @@ def test_a_resize_does_not_wait_for_a_disk_that_hangs(
         step()
     began_s = time.monotonic()
     core.resize_kv(blocks)
-    assert time.monotonic() - began_s < LATE_S / 2
+    assert time.monotonic() - began_s < PATIENCE_S / 2
     core.scheduler.check_invariants()
     assert core.scheduler.stats().failed_copies_total == 0
     store.hangs = False

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from deadlines import PATIENCE_S
 
 from holdfast.errors import EngineError
 from holdfast.execution.streaming import pinned_memory
@@ -98,7 +99,7 @@ def test_ctrl_c_while_pinning_does_not_wait_for_what_is_not_begun(monkeypatch: p
     def touch(part: torch.Tensor) -> None:
         begun.append(part.data_ptr())
         if len(begun) > 1:  # The first is pinned at once.
-            interrupted.wait(10)
+            interrupted.wait(PATIENCE_S)
 
     class Threads(pinned_memory.ThreadPoolExecutor):
         def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -166,7 +167,7 @@ def test_pieces_are_pinned_in_the_background_in_the_order_of_need() -> None:
     order, go = list[int](), threading.Event()
 
     def pin(address: int, nbytes: int) -> int:
-        assert go.wait(10)
+        assert go.wait(PATIENCE_S)
         order.append(nbytes // PAGE)
         return 0
 
@@ -209,13 +210,16 @@ def test_closing_does_not_wait_for_what_is_not_begun() -> None:
 
     def pin(address: int, nbytes: int) -> int:
         begun.append(address)
-        assert go.wait(10)
+        assert go.wait(PATIENCE_S)
         return 0
 
     memory = PinnedMemory([PAGE] * 50, GPU, pin=pin, unpin=ignored, background=range(50))
-    threading.Timer(0.05, go.set).start()
+    (pinning,) = (one for one in threading.enumerate() if one.name == "pinning")
+    join = pinning.join
+    pinning.join = lambda: (go.set(), join(PATIENCE_S))  # type: ignore[method-assign, assignment, func-returns-value]
     memory.close()
-    assert len(begun) <= 2
+    assert not pinning.is_alive()
+    assert len(begun) <= 1
 
 
 def test_memory_that_the_system_does_not_map_is_refused() -> None:

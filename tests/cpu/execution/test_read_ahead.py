@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from deadlines import PATIENCE_S
 from simulated_copies import SimulatedCopies, unpinned_memory
 
 from holdfast.execution.streaming.disk import layer_file, read_ahead
@@ -87,7 +88,7 @@ def test_a_disk_that_is_slow_is_waited_for_with_beats(tmp_path: Path, monkeypatc
     beaten, missed = threading.Semaphore(0), list[int]()
 
     def read(file: int, piece: memoryview, offset: int) -> int:
-        if not beaten.acquire(timeout=2):
+        if not beaten.acquire(timeout=PATIENCE_S):
             missed.append(offset)
         return os.preadv(file, [piece], offset)
 

@@ -10,16 +10,16 @@ import time
 
 import pytest
 import torch
+from deadlines import PATIENCE_S
 
 from holdfast.errors import EngineDiedError, EngineError
 from holdfast.execution.parallel.sockets.stage_lines import HEAD, KEY_BYTES, WHO, LineIn, LineOut, _accept
 
-SOON_S = 10.0
 KEY = b"k" * KEY_BYTES
 
 
 def watch(waited_s: float) -> None:
-    assert waited_s < SOON_S
+    assert waited_s < PATIENCE_S
 
 
 def lines() -> tuple[LineOut, LineIn]:
@@ -37,7 +37,7 @@ def test_numbers_come_in_their_order_and_nothing_is_left_of_a_line_that_is_close
         assert (found == number).all()
     [thread] = [one for one in threading.enumerate() if one.name == "to-rank 7"]
     out.close()
-    thread.join(SOON_S)
+    thread.join(PATIENCE_S)
     assert not thread.is_alive()
     with pytest.raises(EngineDiedError, match="rank 7 is lost: it was closed here"):
         out.put(torch.zeros(1))
@@ -53,7 +53,7 @@ def test_a_line_that_is_closed_while_nobody_reads_ends_its_thread() -> None:
     time.sleep(0.05)  # It sends more than the system takes.
     assert thread.is_alive()
     out.close()
-    thread.join(SOON_S)
+    thread.join(PATIENCE_S)
     assert not thread.is_alive()
     into.close()
 

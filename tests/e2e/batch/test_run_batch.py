@@ -16,9 +16,13 @@ from typing import Any
 
 import pytest
 
+from holdfast.engine.process.fault_injection import HANG_ON_TOKEN
+
 FLAGS = ["--kv-cache-memory-bytes", "128MiB", "--max-model-len", "1024", "--max-num-seqs", "8", "--runner", "pooling"]
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 TIMEOUT_S = 120
+HANGS = 31_999
+"""A token at which the engine hangs, where the environment says so."""
 
 
 def line(number: int, **options: Any) -> dict[str, Any]:
@@ -72,10 +76,12 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 
 def test_killed_and_taken_up_again_no_line_is_lost_or_repeated(tmp_path: Path, tiny_arguments: list[str]) -> None:
-    lines = 300  # Enough that some are left when the kill comes, on however busy a machine.
-    write(tmp_path, [line(number, model="tiny") for number in range(lines)])
+    lines = 100
+    last = line(lines - 1, model="tiny", prompt=[HANGS])  # Not answered before the kill comes, however late that is.
+    write(tmp_path, [*(line(number, model="tiny") for number in range(lines - 1)), last])
     model = [*tiny_arguments, "--max-num-seqs", "8"]
-    process = subprocess.Popen(command(tmp_path, model=model), stderr=subprocess.PIPE, text=True)
+    environment = {**os.environ, HANG_ON_TOKEN: str(HANGS)}
+    process = subprocess.Popen(command(tmp_path, model=model), stderr=subprocess.PIPE, text=True, env=environment)
     until_lines(process, tmp_path / "out.jsonl", 2)
     kill(process)
     before = answers(tmp_path)

@@ -113,7 +113,9 @@ def test_the_knee_of_an_open_loop_is_the_last_rate_that_was_kept(
             _, found = bench(fake.url, *words, "--html", str(kept), capsys=capsys)
             asked = [json.dumps(one["messages"]) for one in fake.close()["asked"] if one.get("stream")]
         if found["rate_knee"] is not None and found["rate_knee"]["rate"] == 20:
-            break
+            [*_, missed] = found["rate_points"]
+            if missed["rate"] == 24 and missed["answered_per_s"] == pytest.approx(22, rel=0.1):
+                break
     assert found["rate_knee"]["rate"] == found["verdict"]["safe_rate"] == 20
     assert found["verdict"]["reason"].startswith("knee at 20 requests/s (at 24: the backlog grew")
     assert [point["rate"] for point in found["rate_points"]] == [16, 20, 24]  # And none beyond what was missed.
@@ -165,9 +167,12 @@ def test_an_open_loop_sends_at_its_own_times_whatever_the_server_does(capsys: py
 def test_two_servers_are_compared_under_the_same_load(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--requests", "40", "--concurrency", "8", "--output", "8", "--json", "--quiet")
     with running_fake() as quick, running_fake(FakeSettings(itl_s=(0.02, 0.02))) as slow:
-        assert main(["bench", "--compare", quick.url, slow.url, *words]) == 0
-    found = json.loads(capsys.readouterr().out)
-    told = {one["name"]: one["verdict"] for one in found["differences"]}
+        for _ in range(ATTEMPTS):
+            assert main(["bench", "--compare", quick.url, slow.url, *words]) == 0
+            found = json.loads(capsys.readouterr().out)
+            told = {one["name"]: one["verdict"] for one in found["differences"]}
+            if told["tpot p50"] == "worse":
+                break
     assert told["tpot p50"] == "worse"
     assert not any("the loads differ" in warning for warning in found["warnings"])
 
@@ -282,6 +287,12 @@ def asked(url: str) -> int:
     return int(next(line for line in lines if "_seconds_count" in line).split()[-1])
 
 
+def asked_until(url: str, count: int, run: subprocess.Popen[str]) -> None:
+    while asked(url) < count:
+        assert run.poll() is None
+        time.sleep(0.02)
+
+
 @pytest.mark.parametrize("ended_by", ["ctrl-c", "sigterm"])
 def test_a_run_that_is_ended_early_gives_the_figures_until_then(tmp_path: Path, ended_by: str) -> None:
     kept = tmp_path / "run.json"
@@ -290,10 +301,9 @@ def test_a_run_that_is_ended_early_gives_the_figures_until_then(tmp_path: Path, 
         run = subprocess.Popen(
             [sys.executable, "-m", "holdfast", *words], stdout=subprocess.PIPE, text=True, process_group=0
         )
-        while asked(fake.url) < 20:  # Of which all but two are answered, however slow the machine is.
-            assert run.poll() is None
-            time.sleep(0.02)
-        time.sleep(1.2)  # Client processes tell twice a second what was answered.
+        asked_until(fake.url, 20, run)  # Of which all but two are answered, however slow the machine is.
+        time.sleep(1.2)  # Client processes tell twice a second what was answered; those that still ask have.
+        asked_until(fake.url, asked(fake.url) + 20, run)
         if ended_by == "ctrl-c":
             os.killpg(run.pid, signal.SIGINT)
         else:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 import httpx
+from deadlines import PATIENCE_S
 
 from holdfast.config import EngineConfig
 from holdfast.engine.process.client import ProcessEngine
@@ -26,12 +27,10 @@ def make(**settings: object) -> ProcessEngine:
     return ProcessEngine(config, model, open_tokenizer(config, model), plan=plan)
 
 
-async def until(true: Callable[[], bool], seconds: float = 30.0) -> None:
-    for _ in range(int(seconds / 0.05)):
-        if true():
-            return
-        await asyncio.sleep(0.05)
-    raise AssertionError("it did not come about")
+async def until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not true():
+            await asyncio.sleep(0.05)
 
 
 async def answer(http: httpx.AsyncClient) -> tuple[str, int]:
@@ -45,7 +44,9 @@ async def test_an_idle_server_gives_its_kv_cache_back_and_takes_it_when_asked() 
     app = create_app(engine, ServerSettings(served_model_names=("smollm2",)))
     await engine.start()
     try:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here", timeout=60) as http:
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://here", timeout=PATIENCE_S
+        ) as http:
             full = engine.info.blocks
             first, _ = await answer(http)
             await until(lambda: engine.info.blocks < full)
@@ -58,7 +59,9 @@ async def test_an_idle_server_gives_its_kv_cache_back_and_takes_it_when_asked() 
             again, cached = await answer(http)
             assert again == first
             assert cached > 0, "what fits the floor is still there"
-            await until(lambda: engine.info.blocks == full)
+            async with asyncio.timeout(PATIENCE_S):
+                while engine.info.blocks < full:  # Where we are too slow to see it, it has been given back once more.
+                    await answer(http)
             assert not any("no request" in line for line in engine.info.decisions)
     finally:
         await engine.stop()

@@ -22,6 +22,8 @@ from holdfast.server.settings import ServerSettings
 from holdfast.units import MIB, parse_bytes
 
 SMALL = {"max_model_len": 512, "max_num_seqs": 16, "max_num_batched_tokens": 64, "ram": 1100 * MIB}
+ATTEMPTS = 9
+"""To change budgets in the middle of short answers."""
 PROMPTS = ["The capital of France is", "A list of colours:", "Once upon a time", "def fibonacci(n):"]
 
 
@@ -39,10 +41,11 @@ async def _generated(http: httpx.AsyncClient) -> float:
     return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:generation_tokens_total{"))
 
 
-async def _breathes(engine: ProcessEngine, http: httpx.AsyncClient) -> None:
-    await engine.start()
-    first = (await http.get("/memory")).json()
-    alone = await _answers(http, 60)
+async def _changed_while_answering(
+    engine: ProcessEngine, http: httpx.AsyncClient, alone: list[str]
+) -> tuple[list[int], bool]:
+    """Blocks after each change, and whether the answers went on beyond the last: an engine does not wait for a front
+    that gets no processor for a while."""
     before = await _generated(http)
     streams = asyncio.create_task(_answers(http, 60))
     sizes = list[int]()
@@ -60,9 +63,21 @@ async def _breathes(engine: ProcessEngine, http: httpx.AsyncClient) -> None:
         pools = [line for line in engine.info.lowered if line.startswith("kv_pool")]
         assert pools == [line for line in engine.info.decisions if line in pools]
         assert f'num_gpu_blocks="{kv["blocks"]}"' in (await http.get("/metrics")).text
-    assert not streams.done()
-    assert sizes[0] < sizes[1] < sizes[2] == first["kv"]["blocks"]
+    in_the_middle = not streams.done()
     assert await streams == alone
+    return sizes, in_the_middle
+
+
+async def _breathes(engine: ProcessEngine, http: httpx.AsyncClient) -> None:
+    await engine.start()
+    first = (await http.get("/memory")).json()
+    alone = await _answers(http, 60)
+    for _ in range(ATTEMPTS):
+        sizes, in_the_middle = await _changed_while_answering(engine, http, alone)
+        assert sizes[0] < sizes[1] < sizes[2] == first["kv"]["blocks"]
+        if in_the_middle:
+            break
+    assert in_the_middle
 
     # Refused with the numbers, and nothing has changed.
     for asked, code in (({"ram": "300MiB"}, "HF110"), ({"ram": "900TiB"}, "HF110"), ({"vram": "1GiB"}, "HF320")):
@@ -94,7 +109,7 @@ def test_a_budget_is_changed_while_answers_go_on(tmp_path) -> None:
         model = find_model(config)
         engine = ProcessEngine(config, model, open_tokenizer(config, model), plan=plan_model(config, model))
         app = create_app(engine, ServerSettings(served_model_names=("smollm2",), may_change_memory=True))
-        http = httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://here", timeout=120)
+        http = httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://here", timeout=PATIENCE_S)
         try:
             runner.run(_breathes(engine, http))
         finally:

@@ -164,18 +164,6 @@ def test_prefix_hits_are_counted(server) -> None:
     assert salted.usage.prompt_tokens_details.cached_tokens == 0
 
 
-def test_a_client_that_leaves_frees_its_pages(server) -> None:
-    asked = completion(max_tokens=2000, stream=True, ignore_eos=True)
-    url, headers = f"{server.url}/v1/completions", {"Authorization": "Bearer sesame"}
-    with httpx.stream("POST", url, json=asked, headers=headers, timeout=PATIENCE_S) as answer:
-        lines = answer.iter_lines()  # Held: httpx closes the connection when the iterator is dropped.
-        next(lines)
-        with server.engine_held():
-            assert server.metric("vllm:num_requests_running") == 1
-    server.wait_metric("vllm:num_requests_running", lambda running: running == 0)
-    server.wait_metric("vllm:kv_cache_usage_perc", lambda share: share == 0)
-
-
 def test_the_front_has_no_torch(server) -> None:
     with open(f"/proc/{server.process.pid}/maps") as maps:
         assert "libtorch" not in maps.read()
@@ -194,10 +182,21 @@ def test_lines_people_look_for(server) -> None:
 
 
 @pytest.fixture(scope="module")
-def small(module_server, tiny_arguments):
+def small(module_server, endless_arguments):
     """Eight run, three wait, and all are let finish when it is stopped."""
     limits = ("--max-num-seqs", "8", "--max-queued-requests", "3", "--drain-timeout", str(PATIENCE_S))
-    return module_server(*tiny_arguments, *limits).wait_ready()
+    return module_server(*endless_arguments, *limits).wait_ready()
+
+
+def test_a_client_that_leaves_frees_its_pages(small) -> None:
+    asked = completion(max_tokens=60_000, stream=True, ignore_eos=True)
+    with httpx.stream("POST", f"{small.url}/v1/completions", json=asked, timeout=PATIENCE_S) as answer:
+        lines = answer.iter_lines()  # Held: httpx closes the connection when the iterator is dropped.
+        next(lines)
+        with small.engine_held():
+            assert small.metric("vllm:num_requests_running") == 1
+    small.wait_metric("vllm:num_requests_running", lambda running: running == 0)
+    small.wait_metric("vllm:kv_cache_usage_perc", lambda share: share == 0)
 
 
 async def test_the_queue_has_a_bound(small) -> None:

@@ -200,8 +200,10 @@ def test_the_second_request_to_end_kills(start: Start) -> None:
     process = start("sh", "-c", "trap 'echo heard' TERM INT; echo up; while :; do sleep 0.05; done")
     assert process.stdout is not None
     assert process.stdout.readline() == b"up\n"
-    for _ in range(2):  # As `timeout` sends it, to a process and to its group: that is one request.
-        process.send_signal(signal.SIGTERM)
+    # As `timeout` sends it, to a process and to its group, that is one request; here both are there when it looks.
+    process.send_signal(signal.SIGSTOP)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCONT):
+        process.send_signal(number)
     assert process.stdout.readline() == b"heard\n"
     time.sleep(SAME_REQUEST_S)
     assert process.poll() is None

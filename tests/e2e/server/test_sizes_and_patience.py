@@ -281,6 +281,7 @@ def test_a_folder_that_does_not_answer_holds_up_no_other_adapter(launch, monkeyp
             asked = {"lora_name": "slow", "lora_path": "/mnt/hung"}
             error = error_of(http.post("/v1/load_lora_adapter", json=asked), 400)
             assert error["holdfast"]["code"] == "HF378"
+        monkeypatch.setattr(lora, "EXAMINE_LIMIT_S", PATIENCE_S)
         asked = {"lora_name": "quick", "lora_path": "/mnt/good"}
         assert http.post("/v1/load_lora_adapter", json=asked).status_code == 200
         answers.set()

@@ -6,10 +6,10 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from deadlines import PATIENCE_S
 from prefix_pages import PAGE_BYTES, FailingCalls, file_of, key_of, opened, put, served, until
 
 from holdfast.cli.commands.stored import kv_store
@@ -27,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
         store = opened(tmp_path / "store", model=model, label=label, calls=one)
         for key in keys:
             put(store, [key], model=model)
-        store.close(5)
+        store.close(PATIENCE_S)
     return tmp_path / "store"
 
 
@@ -36,7 +36,7 @@ def pages_left(folder: Path) -> dict[bytes, int]:
     for model in (b"a", b"b"):
         store = opened(folder, model=model)
         found[model] = len(served(store, KEYS, model=model))
-        store.close(5)
+        store.close(PATIENCE_S)
     return found
 
 
@@ -50,7 +50,7 @@ def test_list(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     server = opened(folder, model=b"b")
     assert main(["kv-store", "ls", str(folder), "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
-    server.close(5)
+    server.close(PATIENCE_S)
     assert listed["total_bytes"] == 12 * PAGE_BYTES
     assert {(one["label"], one["pages"], one["in_use"]) for one in listed["models"]} == {
         ("llama-3.1-8b bf16", 8, False),
@@ -98,7 +98,9 @@ def test_prune(folder: Path, words: list[str], left: dict[bytes, int], capsys: p
     assert said == {
         "pages": 12 - expected, "freed_bytes": (12 - expected) * PAGE_BYTES, "left_bytes": expected * PAGE_BYTES
     }  # fmt: skip
-    assert sum(file.stat().st_blocks for file in folder.glob("*.pages")) * 512 <= expected * PAGE_BYTES
+    # A file whose blocks lie apart has another one, for the list of them.
+    taken = sum(max(0, file.stat().st_blocks * 512 - 4096) for file in folder.glob("*.pages"))
+    assert taken <= expected * PAGE_BYTES
     assert pages_left(folder) == left
 
 
@@ -112,7 +114,7 @@ def test_prune_while_a_server_runs(folder: Path, capsys: pytest.CaptureFixture[s
     assert all(put(server, KEYS, model=b"a"))
     assert served(server, KEYS, model=b"a") == KEYS
     file_of(folder, "index")  # The other model's files are gone, the server's are not.
-    server.close(5)
+    server.close(PATIENCE_S)
 
 
 def test_no_store_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,6 +140,7 @@ def test_mistakes_are_answered_with_commands_that_run(folder: Path, capsys: pyte
 def test_a_bar_where_it_takes_long(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(kv_store, "BAR_AFTER_S", PATIENCE_S)
     assert main(["kv-store", "verify", str(folder)]) == 0
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(kv_store, "BAR_AFTER_S", 0.0)
@@ -147,8 +150,5 @@ def test_a_bar_where_it_takes_long(
 
 def test_torch_is_not_imported(folder: Path) -> None:
     code = "import sys; from holdfast.cli.main import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
-    began = time.perf_counter()
-    subprocess.run(
-        [sys.executable, "-c", code, "kv-store", "verify", str(folder)], check=True, stdout=subprocess.DEVNULL
-    )
-    assert time.perf_counter() - began < 30
+    words = [sys.executable, "-c", code, "kv-store", "verify", str(folder)]
+    subprocess.run(words, check=True, stdout=subprocess.DEVNULL, timeout=PATIENCE_S)

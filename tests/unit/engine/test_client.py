@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from types import SimpleNamespace
 
 import pytest
+from deadlines import PATIENCE_S
 from pretended_engine import INFO, Harbour, PretendedChild, until
 
 from holdfast import SamplingParams
@@ -452,5 +453,5 @@ async def test_a_server_that_ends_does_not_wait_for_pages_to_be_kept(engine, har
     sleeping = asyncio.create_task(engine.sleep(level=1))
     await until(lambda: any(isinstance(message, protocol.KeepKV) for message in harbour.last.heard))
     await engine.stop()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S / 2):
         await sleeping

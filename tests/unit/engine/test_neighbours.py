@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+from deadlines import PATIENCE_S
 
 from holdfast.config import EngineConfig
 from holdfast.engine.core import pool_memory
@@ -107,7 +108,7 @@ def test_samples_are_taken_in_a_thread_and_each_is_seen_once(caplog: pytest.LogC
         return told.pop(0)
 
     watch = NeighbourWatch(look, every_s=0.001)
-    assert taken.wait(10)
+    assert taken.wait(PATIENCE_S)
     assert watch.take() == DeviceSample(3, 2, 1)
     assert watch.take() is None
     watch.close()
@@ -121,7 +122,7 @@ def test_a_device_that_raises_is_asked_again_and_one_that_hangs_holds_nobody_up(
     def look() -> DeviceSample | None:
         if not told:
             hangs.set()
-            over.wait(10)
+            over.wait(PATIENCE_S)
             return None
         found = told.pop(0)
         if isinstance(found, OSError):
@@ -129,7 +130,7 @@ def test_a_device_that_raises_is_asked_again_and_one_that_hangs_holds_nobody_up(
         return found
 
     watch = NeighbourWatch(look, every_s=0.001)
-    assert hangs.wait(10)
+    assert hangs.wait(PATIENCE_S)
     assert watch.take() == DeviceSample(3, 2, 1)
     watch.close()
     assert not over.is_set()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import zmq.asyncio
+from deadlines import PATIENCE_S
 from held_signals import hears_no_interrupt
 
 from holdfast.config import EngineConfig
@@ -39,7 +40,7 @@ print(EarlyProcess().pid, flush=True)
 import os
 os._exit(0)
 """
-    front = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, timeout=60, check=True)
+    front = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, timeout=PATIENCE_S, check=True)
     # Its standard output was the pipe too: that run() has returned means that nobody holds it any more.
     assert not Path(f"/proc/{int(front.stdout)}/fd/1").exists()
 
@@ -81,7 +82,7 @@ def test_its_lines_are_read_to_the_end_though_nothing_can_be_written(monkeypatch
     with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE) as writer:
         assert writer.stderr is not None
         prespawn._pass_on(writer.stderr)
-        assert writer.wait(60) == 0
+        assert writer.wait(PATIENCE_S) == 0
         assert writer.stderr.closed
 
 

@@ -60,7 +60,10 @@ def service() -> Iterator[GrammarService]:
 
 
 @pytest.fixture
-def manager(service: GrammarService) -> Iterator[StructuredOutputManager]:
+def manager(service: GrammarService, monkeypatch: pytest.MonkeyPatch) -> Iterator[StructuredOutputManager]:
+    """Its verdicts come, however long a worker has to wait for a processor."""
+    monkeypatch.setattr(module, "VERDICT_S", PATIENCE_S)
+    monkeypatch.setattr(module, "VERDICT_CPU_S", PATIENCE_S)
     made = StructuredOutputManager(lambda: service.address, rows=2, vocab_size=SIZE, eos_ids=[END], by_priority=True)
     yield made
     made.close()
@@ -273,26 +276,32 @@ def test_answers_of_a_worker_that_dies_go_on_in_another(manager: StructuredOutpu
     assert workers(manager)[Lane.NEW] != before[Lane.NEW]
 
 
-def test_an_answer_that_was_complete_when_its_worker_died_still_ends(manager: StructuredOutputManager) -> None:
+def test_an_answer_that_was_complete_when_its_worker_died_still_ends(
+    manager: StructuredOutputManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
     manager.begin(ask(0, "ab"))
     formed(manager, 1)
     manager.advance_grammar("0", ord("a"))
     filled(manager, "0")
     os.kill(workers(manager)[Lane.NEW], signal.SIGSTOP)
     # The verdict does not come: the answer goes on, and nothing but its end may follow.
+    monkeypatch.setattr(module, "VERDICT_S", 0.1)
     assert manager.advance_grammar("0", ord("b")) is Verdict.GOES_ON
+    monkeypatch.setattr(module, "VERDICT_S", PATIENCE_S)
     os.kill(workers(manager)[Lane.NEW], signal.SIGKILL)
     words = filled(manager, "0").words
     assert numpy.flatnonzero(numpy.unpackbits(words.view(numpy.uint8), bitorder="little")).tolist() == [END]
     assert manager.advance_grammar("0", END) is Verdict.ENDED
 
 
-def test_a_worker_that_hangs_is_replaced(manager: StructuredOutputManager) -> None:
+def test_a_worker_that_hangs_is_replaced(manager: StructuredOutputManager, monkeypatch: pytest.MonkeyPatch) -> None:
     manager.begin(ask(0, "(ab)+", max_tokens=99))
     formed(manager, 1)
     hung = psutil.Process(workers(manager)[Lane.NEW])
     hung.suspend()
+    monkeypatch.setattr(module, "VERDICT_S", 0.1)
     manager.advance_grammar("0", ord("a"))
+    monkeypatch.setattr(module, "VERDICT_S", PATIENCE_S)
     (worker,) = manager._workers._workers
     assert worker._asked_s is not None
     worker._asked_s -= grammar_workers.SILENT_S  # Of this one the time is over; the next has all of it.
@@ -370,10 +379,7 @@ def test_without_a_service_answers_fail_and_nothing_hangs() -> None:
     assert not manager.compiling
 
 
-def test_nobody_waits_for_the_verdict_of_an_answer_that_has_gone(
-    manager: StructuredOutputManager, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "VERDICT_S", PATIENCE_S)
+def test_nobody_waits_for_the_verdict_of_an_answer_that_has_gone(manager: StructuredOutputManager) -> None:
     manager.begin(ask(0, "(ab)+"))
     formed(manager, 1)
     manager._newest = module._Sampled({4: manager._states["0"]}, [4])
@@ -411,7 +417,7 @@ async def test_a_service_that_is_about_to_start_when_the_engine_sleeps_does_not(
 
     def late(*arguments: Any) -> None:
         started.set()
-        go_on.wait(10)
+        go_on.wait(PATIENCE_S)
         start(*arguments)
 
     made.service.start = late  # type: ignore[method-assign]

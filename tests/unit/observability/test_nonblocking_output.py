@@ -89,8 +89,10 @@ def test_who_reads_may_leave(ends: tuple[int, int]) -> None:
 def test_a_process_ends_though_nobody_reads_and_what_is_read_is_whole() -> None:
     code = """
 import sys
-from holdfast.observability.nonblocking_output import unblock_output
-unblock_output()
+from holdfast.observability import nonblocking_output
+if sys.argv[1:]:
+    nonblocking_output.LAST_WORDS_S = float(sys.argv[1])
+nonblocking_output.unblock_output()
 for number in range(5000):
     print(f"{number:06}", "x" * 93, file=sys.stderr)
 """
@@ -102,5 +104,6 @@ for number in range(5000):
         range(len([x for x in lines if len(x) == 100]))
     )
     assert len(lines) > 500
-    done = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, timeout=PATIENCE_S)
+    words = [sys.executable, "-c", code, str(PATIENCE_S)]  # Whoever reads may be slow.
+    done = subprocess.run(words, stderr=subprocess.PIPE, timeout=2 * PATIENCE_S)
     assert len(done.stderr.splitlines()) == 5000

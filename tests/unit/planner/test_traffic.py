@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from deadlines import PATIENCE_S
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -275,7 +276,8 @@ class Served(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def address() -> Iterator[str]:
+def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr(traffic_reader, "DEADLINE_S", PATIENCE_S)
     Served.content = scraped([120] * 980 + [3000] * 15 + [90_000] * 5, [40] * 1000, running=11)
     Served.gone.clear()
     with ThreadingHTTPServer(("127.0.0.1", 0), Served) as server:

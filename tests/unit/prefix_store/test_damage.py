@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from prefix_pages import PAGE_BYTES, file_of, key_of, opened, page_of, put, served, until
+from prefix_pages import DEADLINE_S, PAGE_BYTES, file_of, key_of, opened, page_of, put, served, until
 
 from holdfast.prefix_store.files.checksum import page_check
 
@@ -23,7 +23,7 @@ def folder(tmp_path: Path) -> Path:
     store = opened(tmp_path / "store")
     for key in KEYS:
         put(store, [key])
-    store.close(5)
+    store.close(DEADLINE_S)
     return tmp_path / "store"
 
 
@@ -77,21 +77,21 @@ def test_a_flipped_bit_is_a_miss_once_and_then_forgotten(folder: Path) -> None:
     assert store.has(KEYS) == 2
     assert put(store, KEYS[2:3]) == [True]
     assert served(store, KEYS) == KEYS
-    store.close(5)
+    store.close(DEADLINE_S)
     store = opened(folder)
     assert served(store, KEYS) == KEYS
-    store.close(5)
+    store.close(DEADLINE_S)
 
 
 def test_a_bad_page_is_forgotten_for_the_next_process_too(folder: Path) -> None:
     flip(file_of(folder, "pages"), 8)
     store = opened(folder)
     served(store, KEYS)
-    store.close(5)
+    store.close(DEADLINE_S)
     store = opened(folder)
     assert store.has(KEYS) == 0
     assert store.has(KEYS[1:]) == 7
-    store.close(5)
+    store.close(DEADLINE_S)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -103,10 +103,10 @@ def test_flipped_bits_of_the_index(folder: Path, seed: int) -> None:
     served(store, KEYS)  # Asserts that what is served is right.
     put(store, [*KEYS, key_of(50)])
     served(store, [*KEYS, key_of(50)])
-    store.close(5)
+    store.close(DEADLINE_S)
     store = opened(folder)
     assert set(served(store, [*KEYS, key_of(50)])) >= {key_of(50)}
-    store.close(5)
+    store.close(DEADLINE_S)
 
 
 @pytest.mark.parametrize("name", ["control", "lock", "index", "pages"])
@@ -118,14 +118,14 @@ def test_a_file_of_other_content(folder: Path, name: str, content: bytes) -> Non
     served(store, KEYS)
     put(store, KEYS)
     assert served(store, KEYS) == KEYS
-    store.close(5)
+    store.close(DEADLINE_S)
 
 
 @pytest.mark.parametrize("while_open", [False, True])
 def test_truncated_pages(folder: Path, while_open: bool) -> None:
     store = opened(folder)
     if not while_open:
-        store.close(5)
+        store.close(DEADLINE_S)
     os.truncate(file_of(folder, "pages"), 3 * PAGE_BYTES + 100)
     if not while_open:
         store = opened(folder)
@@ -133,14 +133,14 @@ def test_truncated_pages(folder: Path, while_open: bool) -> None:
     assert store.stats().missed == {"truncated": 5}
     assert all(put(store, KEYS[3:]))
     assert served(store, KEYS) == KEYS
-    store.close(5)
+    store.close(DEADLINE_S)
 
 
 @pytest.mark.parametrize("while_open", [False, True])
 def test_a_truncated_index(folder: Path, while_open: bool) -> None:
     store = opened(folder, beat_s=0.01 if while_open else 1)
     if not while_open:
-        store.close(5)
+        store.close(DEADLINE_S)
     os.truncate(file_of(folder, "index"), 8192 + 3 * 64 + 5)
     if while_open:
         served(store, KEYS)
@@ -150,10 +150,10 @@ def test_a_truncated_index(folder: Path, while_open: bool) -> None:
         assert served(store, KEYS) == KEYS[:3]
         assert all(put(store, KEYS[3:]))
         assert served(store, KEYS) == KEYS
-    store.close(5)
+    store.close(DEADLINE_S)
     store = opened(folder)
     served(store, [*KEYS, *(key_of(number) for number in range(20, 30))])
-    store.close(5)
+    store.close(DEADLINE_S)
 
 
 def test_lost_numbers_of_the_folder_are_counted_again(folder: Path) -> None:
@@ -161,7 +161,7 @@ def test_lost_numbers_of_the_folder_are_counted_again(folder: Path) -> None:
     store = opened(folder, pages=8, model=b"another")
     os.truncate(folder / "control", 0)
     assert put(store, [key_of(50)], model=b"another") == [True]
-    store.close(5)
+    store.close(DEADLINE_S)
     assert sum(file.stat().st_blocks for file in folder.glob("*.pages")) * 512 == 8 * PAGE_BYTES
 
 
@@ -171,7 +171,7 @@ def test_pages_in_each_others_place(folder: Path) -> None:
     pages.write_bytes(content[PAGE_BYTES : 2 * PAGE_BYTES] + content[:PAGE_BYTES] + content[2 * PAGE_BYTES :])
     store = opened(folder)
     assert served(store, KEYS) == KEYS[2:]
-    store.close(5)
+    store.close(DEADLINE_S)
 
 
 def test_an_index_that_names_the_wrong_key(folder: Path) -> None:
@@ -180,7 +180,7 @@ def test_an_index_that_names_the_wrong_key(folder: Path) -> None:
     change(index, 8192 + 64, lambda old: KEYS[0].ljust(32, b"\0"), 32)
     store = opened(folder)
     assert served(store, KEYS) == KEYS[2:]
-    store.close(5)
+    store.close(DEADLINE_S)
 
 
 def test_a_torn_page(folder: Path) -> None:
@@ -188,7 +188,7 @@ def test_a_torn_page(folder: Path) -> None:
     change(file_of(folder, "pages"), 4096, lambda old: page_of(b"other")[4096:], 4096)
     store = opened(folder)
     assert served(store, KEYS) == KEYS[1:]
-    store.close(5)
+    store.close(DEADLINE_S)
 
 
 def test_the_files_of_another_model_or_page_size_under_this_ones_name(folder: Path, tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_the_files_of_another_model_or_page_size_under_this_ones_name(folder: Pa
         other = opened(tmp_path / "other", **settings)
         assert other.has(KEYS) == 0
         put(other, KEYS, settings.get("page_bytes", PAGE_BYTES))
-        other.close(5)
+        other.close(DEADLINE_S)
         for ending in ("index", "pages"):
             shutil.copy(file_of(tmp_path / "other", ending), file_of(folder, ending))
         store = opened(folder)
@@ -204,7 +204,7 @@ def test_the_files_of_another_model_or_page_size_under_this_ones_name(folder: Pa
         assert served(store, KEYS) == []
         assert all(put(store, KEYS))
         assert served(store, KEYS) == KEYS
-        store.close(5)
+        store.close(DEADLINE_S)
         shutil.rmtree(tmp_path / "other")
 
 
@@ -214,7 +214,7 @@ def test_files_that_were_removed_while_in_use(folder: Path) -> None:
     until(lambda: store.stats().failing is not None)
     assert put(store, [key_of(50)]) == [False]
     assert store.stats().dropped == {"store failing": 1}
-    store.close(5)
+    store.close(DEADLINE_S)
     store = opened(folder)
     assert put(store, KEYS) == [True] * 8
-    store.close(5)
+    store.close(DEADLINE_S)

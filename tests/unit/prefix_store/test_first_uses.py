@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from prefix_pages import FailingCalls, file_of, key_of, opened, put, until
+from prefix_pages import DEADLINE_S, FailingCalls, file_of, key_of, opened, put, until
 
 from holdfast.prefix_store.files import uses
 from holdfast.prefix_store.files.calls import Calls
@@ -22,14 +22,14 @@ def test_a_first_use_is_known_after_a_restart(tmp_path: Path) -> None:
     assert store.used_before(KEYS) == 0
     store.computed(KEYS[:30])
     assert store.used_before(KEYS) == 30
-    store.close(5)
+    store.close(DEADLINE_S)
     again = opened(tmp_path / "store")
     assert again.used_before(KEYS) == 30
     assert again.used_before(KEYS[30:]) == 0
-    again.close(5)
+    again.close(DEADLINE_S)
     another = opened(tmp_path / "store", model=b"another model")
     assert another.used_before(KEYS) == 0
-    another.close(5)
+    another.close(DEADLINE_S)
 
 
 def test_processes_tell_each_other(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_processes_tell_each_other(tmp_path: Path) -> None:
     second.computed(KEYS[20:])
     until(lambda: first.used_before(KEYS) == 40)
     for store in (first, second):
-        store.close(5)
+        store.close(DEADLINE_S)
 
 
 def small(monkeypatch: pytest.MonkeyPatch, marks: int) -> None:
@@ -75,29 +75,29 @@ def test_the_record_is_bounded_and_remembers_the_newest(tmp_path: Path, monkeypa
 def test_a_damaged_record_begins_anew(tmp_path: Path, damage: bytes) -> None:
     store = opened(tmp_path / "store")
     store.computed(KEYS)
-    store.close(5)
+    store.close(DEADLINE_S)
     file_of(tmp_path / "store", "uses").write_bytes(damage)
     again = opened(tmp_path / "store")
     assert again.used_before(KEYS) == 0
     again.computed(KEYS[:7])
-    again.close(5)
+    again.close(DEADLINE_S)
     third = opened(tmp_path / "store")
     assert third.used_before(KEYS) == 7
-    third.close(5)
+    third.close(DEADLINE_S)
 
 
 def test_a_model_that_was_asked_once_is_remembered_while_another_is_served(tmp_path: Path) -> None:
     """It has no page yet, and files without pages are removed."""
     store = opened(tmp_path / "store")
     store.computed(KEYS)
-    store.close(5)
-    opened(tmp_path / "store", model=b"another model").close(5)
+    store.close(DEADLINE_S)
+    opened(tmp_path / "store", model=b"another model").close(DEADLINE_S)
     store = opened(tmp_path / "store")
     assert store.used_before(KEYS) == 40
-    store.close(5)
+    store.close(DEADLINE_S)
     later = FailingCalls()
     later.ahead_s = KEPT_S + 60
-    opened(tmp_path / "store", model=b"another model", calls=later).close(5)
+    opened(tmp_path / "store", model=b"another model", calls=later).close(DEADLINE_S)
     for ending in ("index", "pages", "uses"):
         assert file_of(tmp_path / "store", ending), "of the other model alone"
 
@@ -112,7 +112,7 @@ def test_pruning_all_forgets_what_was_used(tmp_path: Path) -> None:
     until(lambda: store.has(KEYS) == 0)
     store.computed([key_of(1000)])
     until(lambda: store.used_before(KEYS) == 0)
-    store.close(5)
+    store.close(DEADLINE_S)
     with StoreInspection(tmp_path / "store") as inspection:
         inspection.prune(size_bytes=None, unused_s=None, model=None)
     assert not list((tmp_path / "store").glob("*.uses"))
@@ -137,8 +137,8 @@ def test_pages_do_not_need_a_record_that_can_be_opened(tmp_path: Path) -> None:
     """Neither of their own model nor of others: something else lies there, or it is another user's."""
     other = opened(tmp_path / "store", model=b"another model")
     other.computed(KEYS)
-    other.close(5)
-    opened(tmp_path / "store").close(5)
+    other.close(DEADLINE_S)
+    opened(tmp_path / "store").close(DEADLINE_S)
     for index in (tmp_path / "store").glob("*.index"):
         index.with_suffix(".uses").unlink(missing_ok=True)
         index.with_suffix(".uses").mkdir()
@@ -149,4 +149,4 @@ def test_pages_do_not_need_a_record_that_can_be_opened(tmp_path: Path) -> None:
     assert all(put(again, KEYS[:3]))
     assert again.has(KEYS) == 3
     assert again.used_before(KEYS) == 40
-    again.close(5)
+    again.close(DEADLINE_S)

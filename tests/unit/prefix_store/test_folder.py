@@ -7,7 +7,7 @@ import stat
 from pathlib import Path
 
 import pytest
-from prefix_pages import PAGE_BYTES, opened, put
+from prefix_pages import DEADLINE_S, PAGE_BYTES, opened, put
 
 from holdfast.errors import ConfigurationError
 from holdfast.prefix_store.inspection import StoreInspection
@@ -18,7 +18,7 @@ def test_what_is_made_is_for_the_owner_alone(tmp_path: Path) -> None:
     try:
         store = opened(tmp_path / "a" / "store")
         put(store, [b"key"])
-        store.close(5)
+        store.close(DEADLINE_S)
     finally:
         os.umask(old)
     assert stat.S_IMODE((tmp_path / "a" / "store").stat().st_mode) == 0o700
@@ -27,7 +27,7 @@ def test_what_is_made_is_for_the_owner_alone(tmp_path: Path) -> None:
 
 def test_an_empty_folder_is_closed_to_others(tmp_path: Path) -> None:
     (tmp_path / "store").mkdir(mode=0o755)
-    opened(tmp_path / "store").close(5)
+    opened(tmp_path / "store").close(DEADLINE_S)
     assert stat.S_IMODE((tmp_path / "store").stat().st_mode) == 0o700
 
 
@@ -70,7 +70,7 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
 def test_a_link_of_another_user_is_refused_and_an_own_one_followed(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    opened(tmp_path / "link").close(5)
+    opened(tmp_path / "link").close(DEADLINE_S)
     os.lchown(tmp_path / "link", 12345, 12345)
     with pytest.raises(ConfigurationError, match="link that belongs to another"):
         opened(tmp_path / "link")
@@ -83,7 +83,7 @@ def test_links_in_place_of_files_are_not_followed(tmp_path: Path) -> None:
     (tmp_path / "store" / "control").symlink_to(tmp_path / "mine")
     store = opened(tmp_path / "store")
     assert put(store, [b"key"]) == [False]
-    store.close(5)
+    store.close(DEADLINE_S)
     assert (tmp_path / "mine").read_text() == "mine"
 
 

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from prefix_pages import PAGE_BYTES, FailingCalls, key_of, opened, put, served, until
+from prefix_pages import DEADLINE_S, PAGE_BYTES, FailingCalls, key_of, opened, put, served, until
 
 SUPPORT = Path(__file__).parents[2] / "support"
 PAGES = 48
@@ -73,6 +73,8 @@ def kill_many(folder: Path, kills: int, seed: int) -> None:
     for number in range(0, kills, 2):
         ahead_s += 61
         writers = [launcher.start(seed + number + one, ahead_s) for one in (0, 1)]
+        if not number:  # However long it takes: from then on there are pages to lose.
+            until(lambda: len(served(beside, KEYS)) >= PAGES // 2)
         for writer in writers:
             end = time.monotonic() + draws.uniform(0, 0.05)
             while time.monotonic() < end:
@@ -85,8 +87,8 @@ def kill_many(folder: Path, kills: int, seed: int) -> None:
         assert after.stats().total_bytes <= PAGES * PAGE_BYTES
         assert len(there) <= PAGES
         found += len(there)
-        after.close(5)
-    beside.close(5)
+        after.close(DEADLINE_S)
+    beside.close(DEADLINE_S)
     launcher.end()
     assert found > kills * 8  # They did write.
     calls = FailingCalls()
@@ -95,7 +97,7 @@ def kill_many(folder: Path, kills: int, seed: int) -> None:
     keys = [key_of(1000 + number) for number in range(PAGES)]
     assert all(all(put(last, [key])) for key in keys)
     assert served(last, keys) == keys
-    last.close(5)
+    last.close(DEADLINE_S)
 
 
 def test_killed_writers(tmp_path: Path) -> None:

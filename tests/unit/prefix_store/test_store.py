@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from prefix_pages import (
+    DEADLINE_S,
     PAGE_BYTES,
     FailingCalls,
     file_of,
@@ -22,6 +23,7 @@ from prefix_pages import (
 )
 
 from holdfast.prefix_store.inspection import StoreInspection
+from holdfast.prefix_store.reading import DEPTH
 
 KEYS = [key_of(number) for number in range(8)]
 
@@ -31,7 +33,7 @@ def test_pages_come_back_after_a_restart(tmp_path: Path) -> None:
     assert put(store, KEYS) == [True] * 8
     assert store.has(KEYS) == 8
     assert served(store, KEYS) == KEYS
-    store.close(5)
+    store.close(DEADLINE_S)
     again = opened(tmp_path / "store")
     assert again.has([*KEYS, b"another".ljust(20)]) == 8
     assert again.has([b"another".ljust(20), *KEYS]) == 0
@@ -40,7 +42,7 @@ def test_pages_come_back_after_a_restart(tmp_path: Path) -> None:
     assert (stats.pages, stats.nbytes, stats.total_bytes) == (8, 8 * PAGE_BYTES, 8 * PAGE_BYTES)
     assert (stats.pages_read, stats.bytes_read, stats.missed) == (8, 8 * PAGE_BYTES, {})
     assert stats.read_bytes_per_second
-    again.close(5)
+    again.close(DEADLINE_S)
 
 
 @pytest.mark.parametrize("page_bytes", [5, 4096, 5000, 70_001, 1 << 20])
@@ -48,13 +50,13 @@ def test_pages_of_any_size(tmp_path: Path, page_bytes: int) -> None:
     store = opened(tmp_path / "store", page_bytes=page_bytes)
     assert all(put(store, KEYS, page_bytes))
     assert served(store, KEYS, page_bytes) == KEYS
-    store.close(5)
+    store.close(DEADLINE_S)
 
 
 def test_a_model_whose_path_is_no_text_is_kept_all_the_same(tmp_path: Path) -> None:
     store = opened(tmp_path / "store", label="/models/\udcff")
     assert put(store, KEYS[:1]) == [True]
-    store.close(5)
+    store.close(DEADLINE_S)
     with StoreInspection(tmp_path / "store") as inspection:
         assert inspection.listing().models[0].label == "/models/?"
 
@@ -66,7 +68,7 @@ def test_thousands_of_small_pages_at_once(tmp_path: Path) -> None:
     assert served(store, keys, 4096) == keys
     assert store.stats().dropped == {}
     assert store.stats().missed == {}
-    store.close(5)
+    store.close(DEADLINE_S)
 
 
 def test_memory_at_whole_pages_of_the_machine_is_read_straight_into(tmp_path: Path) -> None:
@@ -77,10 +79,10 @@ def test_memory_at_whole_pages_of_the_machine_is_read_straight_into(tmp_path: Pa
     results = []
     # In another order than they lie in the file.
     pages = [(KEYS[number], views[number]) for number in (3, 0, 7, 1, 2, 6, 5, 4)]
-    assert store.read(pages, results.append).wait(30)
+    assert store.read(pages, results.append).wait(DEADLINE_S)
     assert results[0].valid == (True,) * 8
     assert [bytes(view) for view in views] == [page_of(key) for key in KEYS]
-    store.close(5)
+    store.close(DEADLINE_S)
 
 
 def test_sources_that_fill_memory_later(tmp_path: Path) -> None:
@@ -105,7 +107,7 @@ def test_sources_that_fill_memory_later(tmp_path: Path) -> None:
     memory[:] = bytes(PAGE_BYTES)
     until(lambda: store.has(KEYS[2:3]) == 1)
     assert served(store, KEYS[2:3]) == KEYS[2:3]
-    store.close(5)
+    store.close(DEADLINE_S)
 
 
 def test_two_views_of_a_folder_share_pages_and_write_none_twice(tmp_path: Path) -> None:
@@ -117,8 +119,8 @@ def test_two_views_of_a_folder_share_pages_and_write_none_twice(tmp_path: Path) 
     assert second.stats().dropped == {"already there": 4}
     until(lambda: first.has(KEYS) == 8)
     assert first.stats().bytes_written + second.stats().bytes_written == 8 * PAGE_BYTES
-    first.close(5)
-    second.close(5)
+    first.close(DEADLINE_S)
+    second.close(DEADLINE_S)
 
 
 def test_two_views_that_write_the_same_pages_at_once(tmp_path: Path) -> None:
@@ -132,7 +134,7 @@ def test_two_views_that_write_the_same_pages_at_once(tmp_path: Path) -> None:
     again = opened(tmp_path / "store")
     assert served(again, KEYS) == KEYS
     for store in (*stores, again):
-        store.close(5)
+        store.close(DEADLINE_S)
 
 
 def test_the_least_recently_used_leave_and_the_end_of_a_chain_before_its_beginning(tmp_path: Path) -> None:
@@ -146,19 +148,21 @@ def test_the_least_recently_used_leave_and_the_end_of_a_chain_before_its_beginni
     assert [store.has([key]) for key in KEYS] == [1, 1, 1, 0, 1, 1, 1, 0]
     assert store.stats().total_bytes == 8 * PAGE_BYTES
     assert store.stats().pages_evicted == 2
-    store.close(5)
+    store.close(DEADLINE_S)
 
 
 def test_of_a_chain_that_was_only_written_the_end_leaves_before_its_beginning(tmp_path: Path) -> None:
     """A beginning without its end is still found, an end without its beginning is not."""
-    store = opened(tmp_path / "store", pages=256)
+    calls = FailingCalls()
+    calls.clock_s = time.time()  # What is written slowly is no chain.
+    store = opened(tmp_path / "store", pages=256, calls=calls)
     for key in KEYS:  # A batch each.
         put(store, [key])
     put(store, [key_of(number) for number in range(8, 32)])
-    store.close(5)
+    store.close(DEADLINE_S)
     store = opened(tmp_path / "store", pages=16)
     assert store.has([key_of(number) for number in range(32)]) == 16
-    store.close(5)
+    store.close(DEADLINE_S)
 
 
 def test_what_another_process_used_stays(tmp_path: Path) -> None:
@@ -168,12 +172,12 @@ def test_what_another_process_used_stays(tmp_path: Path) -> None:
     put(first, KEYS)
     second = opened(tmp_path / "store", pages=8)
     served(second, KEYS[:1])
-    second.close(5)
+    second.close(DEADLINE_S)
     calls.clock_s += 1
     put(first, [key_of(100)])
     assert first.has(KEYS[:1]) == 1
     assert sum(first.has([key]) for key in KEYS[1:]) == 6
-    first.close(5)
+    first.close(DEADLINE_S)
 
 
 def test_a_reader_whose_page_was_evicted_by_another_has_a_miss(tmp_path: Path) -> None:
@@ -186,9 +190,9 @@ def test_a_reader_whose_page_was_evicted_by_another_has_a_miss(tmp_path: Path) -
     assert reader.stats().missed == {"evicted": 8}
     assert reader.has(KEYS) == 0
     # Nothing of the other's was forgotten for it.
-    reader.close(5)
+    reader.close(DEADLINE_S)
     assert len(served(writer, [key_of(100 + number) for number in range(8)])) == 8
-    writer.close(5)
+    writer.close(DEADLINE_S)
 
 
 def test_the_size_bounds_all_models_together(tmp_path: Path) -> None:
@@ -203,26 +207,26 @@ def test_the_size_bounds_all_models_together(tmp_path: Path) -> None:
     assert blocks <= 8 * PAGE_BYTES  # On the disk, too.
     assert served(other, [key_of(50)], 2 * PAGE_BYTES, b"other") == [key_of(50)]
     assert len(served(first, KEYS)) == 6
-    first.close(5)
-    other.close(5)
+    first.close(DEADLINE_S)
+    other.close(DEADLINE_S)
 
 
 def test_a_smaller_size_takes_effect_at_the_next_start(tmp_path: Path) -> None:
     store = opened(tmp_path / "store", pages=8)
     put(store, KEYS)
-    store.close(5)
+    store.close(DEADLINE_S)
     store = opened(tmp_path / "store", pages=3)
     assert store.stats().total_bytes == 3 * PAGE_BYTES
     assert len(served(store, KEYS)) == 3
     assert file_of(tmp_path / "store", "pages").stat().st_blocks * 512 <= 3 * PAGE_BYTES
-    store.close(5)
+    store.close(DEADLINE_S)
 
 
 def test_the_files_of_a_model_without_pages_go(tmp_path: Path) -> None:
-    opened(tmp_path / "store", model=b"another").close(5)
+    opened(tmp_path / "store", model=b"another").close(DEADLINE_S)
     store = opened(tmp_path / "store")
     file_of(tmp_path / "store", "index")
-    store.close(5)
+    store.close(DEADLINE_S)
 
 
 def test_the_write_budget_is_shared_and_survives_restarts_until_the_next_day(tmp_path: Path) -> None:
@@ -234,15 +238,15 @@ def test_the_write_budget_is_shared_and_survives_restarts_until_the_next_day(tmp
     assert put(first, KEYS[:3]) == [True] * 3
     assert sorted(put(second, KEYS[3:])) == [False] * 4 + [True]
     assert second.stats().dropped == {"write budget": 4}
-    first.close(5)
-    second.close(5)
+    first.close(DEADLINE_S)
+    second.close(DEADLINE_S)
     third = opened(tmp_path / "store", **budget)
     assert third.stats().written_today_bytes == 4 * PAGE_BYTES
     assert put(third, [key_of(50)]) == [False]
     calls.clock_s += 86400
     assert third.stats().written_today_bytes == 0
     assert put(third, [key_of(50)]) == [True]
-    third.close(5)
+    third.close(DEADLINE_S)
 
 
 def test_it_takes_nothing_once_the_budget_is_spent(tmp_path: Path) -> None:
@@ -254,7 +258,7 @@ def test_it_takes_nothing_once_the_budget_is_spent(tmp_path: Path) -> None:
     assert not store.takes()
     calls.clock_s += 86400
     assert store.takes()
-    store.close(5)
+    store.close(DEADLINE_S)
     assert not store.takes()
 
 
@@ -269,13 +273,13 @@ def test_a_late_note_of_use_does_not_make_a_page_that_is_being_written_look_aban
 
     def fill(memory: memoryview) -> None:
         filling.set()
-        go_on.wait(30)
+        go_on.wait(DEADLINE_S)
         memory[:] = page_of(key_of(100))
 
     over: list[bool] = []
     assert writer.write(key_of(100), fill, over.append)
-    assert filling.wait(30)
-    late.close(5)  # Notes what it used, among it the page whose slot the writer has now.
+    assert filling.wait(DEADLINE_S)
+    late.close(DEADLINE_S)  # Notes what it used, among it the page whose slot the writer has now.
     other = opened(tmp_path / "store", pages=8)
     for number in range(20):
         put(other, [key_of(200 + number)])
@@ -284,8 +288,8 @@ def test_a_late_note_of_use_does_not_make_a_page_that_is_being_written_look_aban
     assert over == [True]
     assert writer.stats().dropped == {}
     assert served(writer, [key_of(100)]) == [key_of(100)]
-    other.close(5)
-    writer.close(5)
+    other.close(DEADLINE_S)
+    writer.close(DEADLINE_S)
 
 
 def test_the_queue_is_bounded_and_drops_are_counted(tmp_path: Path) -> None:
@@ -293,7 +297,7 @@ def test_the_queue_is_bounded_and_drops_are_counted(tmp_path: Path) -> None:
     wait, over = threading.Event(), []
 
     def fill(memory: memoryview) -> None:
-        wait.wait(30)
+        wait.wait(DEADLINE_S)
 
     taken = [store.write(key, fill, over.append) for key in KEYS]
     assert taken == [True] * 3 + [False] * 5
@@ -303,21 +307,21 @@ def test_the_queue_is_bounded_and_drops_are_counted(tmp_path: Path) -> None:
     wait.set()
     until(lambda: len(over) == 3)
     assert over == [True] * 3
-    store.close(5)
+    store.close(DEADLINE_S)
 
 
 def test_closing_writes_what_waits_and_answers_all(tmp_path: Path) -> None:
     store = opened(tmp_path / "store")
     for key in KEYS:
         assert store.write(key, memoryview(page_of(key)))
-    store.close(30)
+    store.close(DEADLINE_S)
     assert not store.write(key_of(99), memoryview(page_of(key_of(99))))
     assert store.stats().dropped == {"closing": 1}
     assert get(store, KEYS)[0].missed == {"closing": 8}
-    store.close(5)
+    store.close(DEADLINE_S)
     again = opened(tmp_path / "store")
     assert served(again, KEYS) == KEYS
-    again.close(5)
+    again.close(DEADLINE_S)
 
 
 def test_reads_while_it_is_closed_are_all_answered(tmp_path: Path) -> None:
@@ -331,27 +335,31 @@ def test_reads_while_it_is_closed_are_all_answered(tmp_path: Path) -> None:
         )
     )
     asking.start()
-    store.close(5)
+    store.close(DEADLINE_S)
     asking.join()
     assert len(tickets) == 400
-    assert all(ticket.wait(30) for ticket in tickets)
+    assert all(ticket.wait(DEADLINE_S) for ticket in tickets)
 
 
 def test_a_cancelled_read_is_answered_all_the_same(tmp_path: Path) -> None:
     calls = FailingCalls()
     store = opened(tmp_path / "store", page_bytes=1 << 20, calls=calls)
     put(store, KEYS, 1 << 20)
-    calls.delay_s = 0.05
+    calls.answer.clear()
+    calls.begun = 0
     results = []
     tickets = [
         store.read([(key, memoryview(bytearray(1 << 20)))], lambda result: results.append(result)) for key in KEYS * 4
     ]
+    until(lambda: calls.begun == DEPTH)  # All threads are at it: the others wait.
     for ticket in tickets:
         ticket.cancel()
-    assert all(ticket.wait(30) for ticket in tickets)
+    calls.answer.set()
+    assert all(ticket.wait(DEADLINE_S) for ticket in tickets)
     assert len(results) == 32
-    assert 0 < store.stats().missed["cancelled"] < 32
-    store.close(5)
+    assert sum(all(result.valid) for result in results) == DEPTH
+    assert store.stats().missed == {"cancelled": 32 - DEPTH}
+    store.close(DEADLINE_S)
 
 
 def test_a_callback_that_raises_harms_nobody(tmp_path: Path) -> None:
@@ -362,21 +370,21 @@ def test_a_callback_that_raises_harms_nobody(tmp_path: Path) -> None:
 
     assert store.write(KEYS[0], memoryview(page_of(KEYS[0])), fail)
     until(lambda: store.has(KEYS[:1]) == 1)
-    assert store.read([(KEYS[0], memoryview(bytearray(PAGE_BYTES)))], fail).wait(30)
+    assert store.read([(KEYS[0], memoryview(bytearray(PAGE_BYTES)))], fail).wait(DEADLINE_S)
     assert put(store, KEYS[1:2]) == [True]
     assert served(store, KEYS[:2]) == KEYS[:2]
-    store.close(5)
+    store.close(DEADLINE_S)
 
 
 def test_rates_are_kept_for_the_next_process(tmp_path: Path) -> None:
     store = opened(tmp_path / "store")
     put(store, KEYS)
     served(store, KEYS)
-    store.close(5)
+    store.close(DEADLINE_S)
     again = opened(tmp_path / "store", model=b"another")
     assert again.stats().read_bytes_per_second
     assert again.stats().write_bytes_per_second
-    again.close(5)
+    again.close(DEADLINE_S)
 
 
 def test_many_threads_and_two_views(tmp_path: Path) -> None:
@@ -402,7 +410,7 @@ def test_many_threads_and_two_views(tmp_path: Path) -> None:
     assert "checksum" not in {**stores[0].stats().missed, **stores[1].stats().missed}
     for store in stores:
         assert store.stats().total_bytes <= 24 * PAGE_BYTES
-        store.close(5)
+        store.close(DEADLINE_S)
 
 
 def test_what_is_forgotten_is_found_by_nobody_again(tmp_path: Path) -> None:
@@ -412,11 +420,11 @@ def test_what_is_forgotten_is_found_by_nobody_again(tmp_path: Path) -> None:
 
     def fill(memory: memoryview) -> None:
         filling.set()
-        go_on.wait(30)
+        go_on.wait(DEADLINE_S)
         memory[:] = page_of(KEYS[2])
 
     assert store.write(KEYS[2], fill, over.append)
-    assert filling.wait(30)
+    assert filling.wait(DEADLINE_S)
     assert store.write(KEYS[3], memoryview(page_of(KEYS[3])), over.append)
     assert store.write(KEYS[4], memoryview(page_of(KEYS[4])), over.append)
     store.forget([KEYS[0], KEYS[2], KEYS[3], KEYS[7]])  # There, being written, waiting, and unknown.
@@ -428,8 +436,8 @@ def test_what_is_forgotten_is_found_by_nobody_again(tmp_path: Path) -> None:
     until(lambda: other.has([KEYS[4]]) == 1 and not any(other.has([key]) for key in (KEYS[0], KEYS[2], KEYS[3])))
     assert put(other, [KEYS[0]]) == [True]  # It may come again, as it should be.
     until(lambda: store.has([KEYS[0]]) == 1)
-    store.close(5)
-    other.close(5)
+    store.close(DEADLINE_S)
+    other.close(DEADLINE_S)
     again = opened(tmp_path / "store")
     assert [again.has([key]) for key in KEYS] == [1, 1, 0, 0, 1, 0, 0, 0]
-    again.close(5)
+    again.close(DEADLINE_S)

@@ -52,8 +52,8 @@ class StoreMachine(RuleBasedStateMachine):
         evicted = self.views[view].stats().pages_evicted
         there = put(self.views[view], keys)
         if self.views[view].stats().pages_evicted > evicted:
-            self.written.clear()
-        if not (self.calls.chance or self.damaged):
+            self.written.clear()  # Also of what was written now: the last page may have taken the place of the first.
+        elif not (self.calls.chance or self.damaged):
             self.written |= {key for key, is_there in zip(keys, there, strict=True) if is_there}
 
     @rule(view=VIEWS, numbers=NUMBERS)

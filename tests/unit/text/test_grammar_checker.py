@@ -108,8 +108,8 @@ BOMBS: dict[str, dict[str, Any]] = {
 }
 
 
-# A tenth of the time that a server allows, and half of the memory.
-SMALL = replace(SLOW, cpu_s=2.0, memory_bytes=SLOW.memory_bytes // 2)
+# A tenth of the time that a server allows, and half of the memory. Not behind all other work of the machine.
+SMALL = replace(SLOW, cpu_s=2.0, memory_bytes=SLOW.memory_bytes // 2, niceness=0, wait_s=PATIENCE_S)
 
 
 @pytest.mark.parametrize("slow", [SMALL, pytest.param(SLOW, marks=pytest.mark.long)], ids=["small", "as served"])
@@ -135,7 +135,7 @@ def test_what_is_ordinary_is_cheap(checker: GrammarChecker) -> None:
 
 
 def test_an_explosion_is_given_up_by_the_quick_lane_and_then_by_the_slow_one(service: GrammarService) -> None:
-    lane = CheckLane(places=1, cpu_s=0.05, memory_bytes=16 * MIB, niceness=0, wait_s=60.0, most_waiting=9)
+    lane = CheckLane(places=1, cpu_s=0.05, memory_bytes=16 * MIB, niceness=0, wait_s=PATIENCE_S, most_waiting=9)
     checker = GrammarChecker(service, quick=lane, slow=lane)
     for _ in range(2):
         with pytest.raises(GrammarError, match="takes more than") as caught:
@@ -145,13 +145,13 @@ def test_an_explosion_is_given_up_by_the_quick_lane_and_then_by_the_slow_one(ser
 
 
 def test_a_grammar_the_quick_lane_has_no_room_for_is_checked_by_the_slow_one(service: GrammarService) -> None:
-    tight = CheckLane(places=1, cpu_s=0.0, memory_bytes=MIB, niceness=0, wait_s=60.0, most_waiting=9)
+    tight = CheckLane(places=1, cpu_s=0.0, memory_bytes=MIB, niceness=0, wait_s=PATIENCE_S, most_waiting=9)
     assert GrammarChecker(service, quick=tight).check(form(json_object=True)).cpu_s > 0
 
 
 def test_ordinary_grammars_pass_while_explosions_wait(service: GrammarService) -> None:
     """Fifty bombs keep the slow lane busy; whoever comes with an ordinary grammar is served meanwhile."""
-    checker = GrammarChecker(service)
+    checker = GrammarChecker(service, quick=replace(QUICK, cpu_s=0.1, niceness=0, wait_s=PATIENCE_S))
     endings: list[type[BaseException]] = []
     stop = threading.Event()
 
@@ -178,7 +178,7 @@ def test_ordinary_grammars_pass_while_explosions_wait(service: GrammarService) -
 
 
 def test_few_may_wait_for_the_slow_lane(service: GrammarService) -> None:
-    full = CheckLane(places=0, cpu_s=1.0, memory_bytes=MIB, niceness=0, wait_s=60.0, most_waiting=0)
+    full = CheckLane(places=0, cpu_s=1.0, memory_bytes=MIB, niceness=0, wait_s=PATIENCE_S, most_waiting=0)
     with pytest.raises(OverloadedError, match="already waiting"):
         GrammarChecker(service, slow=full).check(form(choice=["x" * LARGE_BYTES]))
 
@@ -295,7 +295,7 @@ def test_lanes_hold_what_the_plan_counts() -> None:
 
 def test_tenants_take_turns(service: GrammarService) -> None:
     """One with many grammars that explode keeps another waiting for the one that is at work, and not for all."""
-    one = CheckLane(places=1, cpu_s=0.2, memory_bytes=12 * MIB, niceness=0, wait_s=60.0, most_waiting=99)
+    one = CheckLane(places=1, cpu_s=0.2, memory_bytes=12 * MIB, niceness=0, wait_s=PATIENCE_S, most_waiting=99)
     checker, stop, ended = GrammarChecker(service, quick=one, slow=one), threading.Event(), list[str]()
 
     def ask(params: StructuredOutputsParams, tenant: str) -> None:
@@ -303,23 +303,23 @@ def test_tenants_take_turns(service: GrammarService) -> None:
             checker.check(params, stop.is_set, tenant)
         ended.append(tenant)
 
-    threads = [threading.Thread(target=ask, args=[intersection(29, f"T{at}"), "greedy"]) for at in range(20)]
+    threads = [threading.Thread(target=ask, args=[intersection(29, f"T{at}"), "greedy"]) for at in range(90)]
     for thread in threads:
         thread.start()
     ask(form(regex="[0-9]{7}"), "other")
-    assert ended.count("greedy") < 10
+    assert ended.count("greedy") < 45  # Many more than are done before it asks, on however busy a machine.
     stop.set()
     for thread in threads:
         thread.join(PATIENCE_S)
 
 
 def test_a_worker_killed_by_somebody_else_refuses_nothing(service: GrammarService) -> None:
-    checker, killed = GrammarChecker(service), threading.Event()
+    checker, killed, over = GrammarChecker(service), threading.Event(), threading.Event()
     assert service.pid is not None
     before = {child.pid for child in psutil.Process(service.pid).children()}
 
     def kill_one() -> None:
-        while not killed.is_set():
+        while not (killed.is_set() or over.is_set()):
             for child in psutil.Process(service.pid).children():
                 if child.pid not in before:
                     with contextlib.suppress(psutil.NoSuchProcess):
@@ -328,8 +328,16 @@ def test_a_worker_killed_by_somebody_else_refuses_nothing(service: GrammarServic
 
     thread = threading.Thread(target=kill_one)
     thread.start()
-    checker.check(form(json={"type": "object", "properties": {f"k{at}": {"type": "string"} for at in range(200)}}))
-    thread.join(PATIENCE_S)
+    try:
+        deadline_s, last = time.monotonic() + PATIENCE_S, 200
+        while not killed.is_set():  # A worker may be done before it is found.
+            assert time.monotonic() < deadline_s
+            properties = {f"k{at}": {"type": "string"} for at in range(last)}
+            checker.check(form(json={"type": "object", "properties": properties}))
+            last += 1
+    finally:
+        over.set()
+        thread.join(PATIENCE_S)
 
 
 def test_descriptors_of_any_number_and_none_left_behind(service: GrammarService) -> None:
@@ -361,12 +369,12 @@ def test_a_marker_is_never_read_torn() -> None:
             writer.done()
 
     thread = threading.Thread(target=write)
-    thread.start()
     began_s = time.monotonic()
+    thread.start()
     try:
         for _ in range(200_000):
             doing = reader.read()
-            assert doing is None or (doing.number == 7 and doing.began_s >= began_s - 1 and doing.cpu_s > 0)
+            assert doing is None or (doing.number == 7 and doing.began_s >= began_s and doing.cpu_s > 0)
     finally:
         stop.set()
         thread.join(PATIENCE_S)

@@ -29,8 +29,9 @@ log = logging.getLogger("holdfast")
 STOP_TIMEOUT_S = 3.0
 KILLED_S = 20.0
 """For a process that was killed to be gone: one that waits in a driver may never be, and nobody waits for it longer."""
-LAST_WORDS_S = 1.0
-"""For what a process had written when it ended: on a machine with much to do, a socket takes its time."""
+LAST_WORDS_S, LAST_LOOKS = 1.0, 10
+"""For what a process had written when it ended: on a machine with much to do, a socket takes its time. In so many
+parts: a front that is kept from running for longer than all of it misses one of them."""
 
 POLL_S = 0.1
 
@@ -109,7 +110,9 @@ class Child:
         await asyncio.wait({receiving, self._exit}, return_when=asyncio.FIRST_COMPLETED)
         if not receiving.done():
             # The process is gone; what it had written may still be on its way through the socket.
-            await asyncio.wait({receiving}, timeout=LAST_WORDS_S)
+            for _ in range(LAST_LOOKS):
+                if (await asyncio.wait({receiving}, timeout=LAST_WORDS_S / LAST_LOOKS))[0]:
+                    break
         if not receiving.done():
             receiving.cancel()
             return None

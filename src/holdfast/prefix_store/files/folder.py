@@ -29,6 +29,8 @@ _CONTROL = struct.Struct("<16sqqqdd")
 _MAGIC = b"holdfast control"
 _DAY_S = 86400
 _POLL_S = 0.002
+LOCK_S = 2.0
+"""Waited for another process that holds the lock: then a page is not worth it."""
 _NEUTRAL = {"lost+found"}
 """May be in a folder that is otherwise empty."""
 
@@ -58,9 +60,9 @@ class Control:
 
 
 class StoreFolder:
-    def __init__(self, path: Path, calls: Calls, *, create: bool) -> None:
+    def __init__(self, path: Path, calls: Calls, *, create: bool, lock_s: float = LOCK_S) -> None:
         """ConfigurationError where it cannot be used at all."""
-        self.path, self._calls = path, calls
+        self.path, self._calls, self._lock_s = path, calls, lock_s
         _prepare(path, create=create)
         self._thread_lock = threading.Lock()
         self.seen = Control()
@@ -75,8 +77,9 @@ class StoreFolder:
             self.read_only = error.strerror or str(error)
 
     @contextlib.contextmanager
-    def locked(self, timeout_s: float = 2.0) -> Iterator[None]:
+    def locked(self, timeout_s: float | None = None) -> Iterator[None]:
         """Alone among threads and processes. BusyError; OSError."""
+        timeout_s = self._lock_s if timeout_s is None else timeout_s
         until = time.monotonic() + timeout_s
         if self._lock < 0:
             raise OSError(errno.EROFS, self.read_only)

@@ -116,7 +116,9 @@ class GlooCollectives:
                 return
             except RuntimeError:
                 if work.is_completed():
-                    raise
+                    # It has failed, or was done just after the wait for it had ended: which of the two, it knows.
+                    work.wait()
+                    return
             waited_s += LOOK_S
             try:
                 watch(waited_s)
