@@ -36,7 +36,7 @@ from holdfast.records import Failure
 
 log = logging.getLogger("holdfast")
 
-CONNECTED_S = 45.0
+CONNECTED_S = 90.0
 """For a driver to be let into a cluster that answers: Ray alone would try for minutes, and again."""
 PLACED_S = 180.0
 """For a driver to reserve the nodes, or to say why it cannot."""
