@@ -1,12 +1,16 @@
 """KV beyond the pool on a GPU: conversations that come back from RAM and disk, and what that costs those who decode.
 
     python -m benchmarks.kv_tiers ROW [ROW...]      rows: ram, recompute, at-once, decode, nothing-to-reuse,
-                                                    disk DIR, disk-again DIR, shrink-moved, shrink-swapped
+                                                    nothing-to-reuse-disk DIR, disk DIR, disk-again DIR, shrink-moved,
+                                                    shrink-swapped
         ram, recompute      32 conversations of 16k tokens over a pool that holds 8 (8B bf16), each asked twice in turn,
                             with 72 GiB of --kv-ram and without: seconds to the first token of the second round
         at-once             the same with RAM, the second round all at once: the last first token
         decode              tokens a second of 32 that decode, with conversations coming from RAM meanwhile and without
-        nothing-to-reuse    prompts that nobody asked before, with RAM and without
+        nothing-to-reuse    prompts that nobody asked before, with RAM and without: tokens a second, seconds to the
+                            first token, and the shares of both
+        nothing-to-reuse-disk DIR   the same with --kv-store in a new folder there, and without; `--small` before it
+                            tries it on a CPU, with a tiny model
         disk DIR            four conversations of 16k tokens of a 70B in int4, asked twice, to be run before
         disk-again DIR      the same four after a restart: seconds to the first token, and of ones that are new
         shrink-moved, shrink-swapped    a pool of 40 GiB becomes one of 20 while streams run: benchmarks/kv_shrink.py
@@ -21,6 +25,7 @@ import random
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -40,14 +45,35 @@ KV_8B = TOKENS * 131_072
 POOL = {"kv_cache_memory_bytes": str(int(8.3 * KV_8B))}
 RAM = {"kv_ram": "72GiB"}
 DECODERS, DECODED_S = 32, 10.0
+ANSWERED = 16
+"""Tokens behind each prompt that nobody asked before."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Of prompts that nobody asked before."""
+
+    config: dict[str, Any]
+    settings: dict[str, Any]
+    tokens: int
+    turns: int
+    vocabulary: int
+
+
+@dataclass(frozen=True)
+class Figures:
+    tok_per_s: float
+    p50_s: float
+    p99_s: float
 
 
 def open_llm(config: dict[str, Any], **settings: Any) -> tuple[LLM, EngineCore]:
     folder = Path(tempfile.mkdtemp())
     (folder / "config.json").write_text(json.dumps(config))
-    llm = LLM(str(folder), load_format="dummy", device="cuda", skip_tokenizer_init=True, **(LONG | settings))
+    usual = {"load_format": "dummy", "device": "cuda", "skip_tokenizer_init": True}
+    llm = LLM(str(folder), **(usual | LONG | settings))
     core = llm._engine()
-    ask(core, [prompt(-1)[:64]])
+    ask(core, [list(range(3, 67))])
     return llm, core
 
 
@@ -55,9 +81,9 @@ def config_8b() -> dict[str, Any]:
     return SHAPES["llama-8b"] | {"max_position_embeddings": 32_768}
 
 
-def prompt(number: int) -> list[int]:
+def prompt(number: int, vocabulary: int = 120_000) -> list[int]:
     draw = random.Random(number)
-    return [draw.randrange(120_000) for _ in range(TOKENS)]
+    return [draw.randrange(vocabulary) for _ in range(TOKENS)]
 
 
 def add(core: EngineCore, name: str, ids: list[int], max_tokens: int = 1) -> None:
@@ -138,20 +164,47 @@ def decode(row: str) -> None:
     llm.close()
 
 
-def nothing_to_reuse(row: str) -> None:
-    for ram in (False, True):
-        llm, core = open_llm(config_8b(), **POOL, **(RAM if ram else {}))
-        wait_for_ram(core, ram)
-        firsts, begin = list[float](), time.perf_counter()
-        for number in range(6):
-            firsts += ask(core, [prompt(1000 + 10 * number + one)[:4096] for one in range(8)])
-        seconds = time.perf_counter() - begin
-        firsts.sort()
-        say(
-            row, ram=ram, prompt_tok_per_s=48 * 4096 / seconds, p50_s=median(firsts), p99_s=firsts[-1],
-            **tiers_of(core.stats()),
-        )  # fmt: skip
-        llm.close()
+def nothing_to_reuse(row: str, scale: Scale, folder: str | None) -> None:
+    """Without tiers and with one: the store in `folder`, or else RAM. Each twice, so that neither is always first."""
+    found: dict[bool, list[Figures]] = {False: [], True: []}
+    for tier in (False, True, True, False):
+        with tempfile.TemporaryDirectory(dir=folder) as store:
+            on = {} if not tier else RAM if folder is None else {"kv_store": store, "kv_store_size": "20GiB"}
+            llm, core = open_llm(scale.config, **scale.settings, **on)
+            wait_for_ram(core, tier and folder is None)
+            found[tier].append(new_prompts(core, scale))
+            figures = found[tier][-1]
+            say(
+                row, tier=tier, tok_per_s=figures.tok_per_s, p50_s=figures.p50_s, p99_s=figures.p99_s,
+                **tiers_of(core.stats()),
+            )  # fmt: skip
+            llm.close()
+    shares = {
+        name: sum(getattr(one, name) for one in found[True]) / sum(getattr(one, name) for one in found[False])
+        for name in ("tok_per_s", "p50_s", "p99_s")
+    }
+    say(row, **{f"{name}_of_that_without": share for name, share in shares.items()})
+
+
+def new_prompts(core: EngineCore, scale: Scale) -> Figures:
+    """Eight at a time, each with an answer."""
+    firsts, begin = list[float](), time.perf_counter()
+    for turn in range(scale.turns):
+        asked = {f"{turn}-{one}": prompt(1000 + 10 * turn + one, scale.vocabulary)[: scale.tokens] for one in range(8)}
+        asked_s, unfinished = time.perf_counter(), set(asked)
+        seen = set[str]()
+        for name, ids in asked.items():
+            add(core, name, ids, ANSWERED)
+        while unfinished:
+            for output in core.step():
+                if output.token_ids and output.request_id not in seen:
+                    seen.add(output.request_id)
+                    firsts.append(time.perf_counter() - asked_s)
+                if output.finish_reason is not None:
+                    unfinished.remove(output.request_id)
+    seconds = time.perf_counter() - begin
+    firsts.sort()
+    return Figures(len(firsts) * (scale.tokens + ANSWERED) / seconds, median(firsts), firsts[len(firsts) * 99 // 100])
 
 
 def disk(row: str, folder: str, *, again: bool) -> None:
@@ -169,7 +222,20 @@ def disk(row: str, folder: str, *, again: bool) -> None:
     llm.close()
 
 
+def whole() -> Scale:
+    return Scale(config_8b(), POOL, 4096, 13, 120_000)
+
+
+def small() -> Scale:
+    pool = {"kv_cache_memory_bytes": "4MiB", "device": "cpu", "dtype": "float32", "max_model_len": 1024}
+    steps = {"max_num_batched_tokens": 256, "max_num_seqs": 8}
+    return Scale(kv_shrink.MODELS["tiny"], pool | steps, 128, 3, 2000)
+
+
 def main(arguments: list[str]) -> None:
+    scale = whole()
+    if arguments[:1] == ["--small"] and arguments[1:2] == ["nothing-to-reuse-disk"]:
+        scale, arguments = small(), arguments[1:]
     while arguments:
         row = arguments.pop(0)
         if row in ("ram", "recompute", "at-once"):
@@ -177,7 +243,9 @@ def main(arguments: list[str]) -> None:
         elif row == "decode":
             decode(row)
         elif row == "nothing-to-reuse":
-            nothing_to_reuse(row)
+            nothing_to_reuse(row, scale, None)
+        elif row == "nothing-to-reuse-disk" and arguments:
+            nothing_to_reuse(row, scale, arguments.pop(0))
         elif row in ("disk", "disk-again") and arguments:
             disk(row, arguments.pop(0), again=row == "disk-again")
         elif row in ("shrink-moved", "shrink-swapped"):

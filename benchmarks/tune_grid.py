@@ -2,6 +2,7 @@
 
     python -m benchmarks.tune_grid --out results/tune.json                 one server at a time, about an hour
     python -m benchmarks.tune_grid --out results/tune.json --at-once 5     on 16 cores: 15 minutes
+    python -m benchmarks.tune_grid --out results/tune.json --slo-times 8 --rate-times 0.5   for a machine that is busy
     bash benchmarks/tune_grid_job.sh FOLDER                                the same, in pieces of at most 9 minutes
 
 The grid is small enough to measure all of it, each configuration in turn, as often as `--repeats` says. What tune kept
@@ -18,6 +19,7 @@ import argparse
 import itertools
 import json
 import random
+import shlex
 import statistics
 import sys
 import tempfile
@@ -35,8 +37,8 @@ from holdfast.bench.load.load import Arrival
 from holdfast.bench.measure.objectives import parse_slo
 from holdfast.tune.configuration import Axis, ServerConfiguration
 from holdfast.tune.measure import TrialSettings
-from holdfast.tune.pruning import configuration_at
 from holdfast.tune.report import trial_line
+from holdfast.tune.space.pruning import configuration_at
 from holdfast.tune.trial import Stage, Trial
 from holdfast.tune.tuner import Tuner
 from holdfast.units import parse_duration
@@ -44,12 +46,15 @@ from holdfast.units import parse_duration
 WITHIN = 0.05
 NOTHING_IN_TIME = 3
 AXES = (Axis("max_num_seqs", (4, 16, None)), Axis("max_num_batched_tokens", (128, None, 2048)))
-POINTS = sorted(itertools.product(range(3), range(3)), key=lambda point: point != (2, 1))
-"""The default first."""
+POINTS = sorted(itertools.product(range(3), range(3)), key=lambda point: (point[0] != 2) + (point[1] != 1))
+"""The default first, then those with one change."""
 SHAPES = {
     "chat": {"rate": 2.0, "prompt": (20, 120), "output": (20, 60), "slo": "ttft.p90=1s,tpot.p90=100ms"},
     "documents": {"rate": 0.5, "prompt": (600, 1500), "output": (5, 20), "slo": "ttft.p90=4s,tpot.p90=300ms"},
+    "labels": {"rate": 2.0, "prompt": (20, 120), "output": (4, 12), "slo": "e2e.p90=1s"},
 }
+USUAL_SHAPES = ("chat", "documents")
+"""The third is quick to measure on a busy machine: what is late is given up soon."""
 FLAGS = ("--device", "cpu", "--kv-cache-memory-bytes", "1GiB")
 """Servers beside each other would else each plan with all memory."""
 DUMMY = "dummy"
@@ -108,11 +113,11 @@ class Comparison:
         self._points = POINTS[:points]
         self.configurations = [configuration_at(AXES, point) for point in self._points]
 
-    def tune(self, budget_s: float) -> None:
+    def tune(self, budget_s: float, speed: float | None) -> None:
         if "tuned" in self.shape:
             return
         grid = Grid(self.configurations, self._points, {point: place for place, point in enumerate(self._points)})
-        outcome = Tuner(lambda speed: grid, self._told, budget_s=budget_s).run()
+        outcome = Tuner(lambda speed: grid, self._told, budget_s=budget_s, speed=speed).run()
         tuned = {
             "speed": outcome.speed,
             "verdict": outcome.verdict,
@@ -153,7 +158,7 @@ class Comparison:
 
     def _told(self, configuration: ServerConfiguration, *, speed: float, stage: Stage) -> Trial:
         trial = self._trials.measure(Task(self._settings, configuration, speed, stage))
-        print(f"{self.name}: {trial_line(0, trial).lstrip(' 0')}", flush=True)
+        print(f"{self.name}: {trial_line(trial)}", flush=True)
         return trial
 
 
@@ -164,10 +169,12 @@ def settings_of(shape: dict[str, Any], arguments: argparse.Namespace, folder: st
     return TrialSettings(
         engine="holdfast",
         model=folder if dummy else arguments.model,
-        flags=(*FLAGS, *DUMMY_FLAGS) if dummy else FLAGS,
-        arrivals=arrivals_of(shape, 10 * seconds),
+        flags=(*FLAGS, *(DUMMY_FLAGS if dummy else ()), *shlex.split(arguments.serve_flags)),
+        arrivals=arrivals_of(shape | {"rate": arguments.rate_times * shape["rate"]}, 10 * seconds),
         seconds=seconds,
-        objectives=parse_slo(shape["slo"]),
+        objectives=tuple(
+            msgspec.structs.replace(one, seconds=arguments.slo_times * one.seconds) for one in parse_slo(shape["slo"])
+        ),
         endpoint="/v1/completions" if dummy else "/v1/chat/completions",
         token_ids=dummy,
     )
@@ -181,13 +188,30 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--trial", default="10s")
     parser.add_argument("--repeats", type=int, default=3, help="of each point of the grid (default: 3)")
     parser.add_argument("--at-once", type=int, default=1, metavar="N", help="servers beside each other (default: 1)")
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(USUAL_SHAPES))
+    parser.add_argument("--rate-times", type=float, default=1.0, metavar="X", help="so many times the requests")
+    parser.add_argument("--serve-flags", default="", help="of every server: --threads 1 where cores are shared")
+    parser.add_argument("--speed", type=float, help="of the replay; default: until the default does not keep the SLO")
+    parser.add_argument("--slo-times", type=float, default=1.0, metavar="X", help="the SLO's times, so many times")
     parser.add_argument("--points", type=int, default=len(POINTS), help="of the grid; fewer to try this program out")
     return parser
 
 
 def main() -> int:
     arguments = options().parse_args()
-    names = ("model", "minutes", "trial", "repeats", "at_once", "points")
+    names = (
+        "model",
+        "minutes",
+        "trial",
+        "repeats",
+        "at_once",
+        "points",
+        "slo_times",
+        "rate_times",
+        "serve_flags",
+        "speed",
+        "shapes",
+    )
     results = Results(arguments.out, {name: getattr(arguments, name) for name in names})
     trials = LaneTrials(lanes_of(cores_here(), arguments.at_once))
     print("lanes:", [lane._asdict() for lane in trials.lanes], flush=True)
@@ -195,8 +219,9 @@ def main() -> int:
         comparisons = [
             Comparison(name, settings_of(shape, arguments, folder), trials, results, arguments.points)
             for name, shape in SHAPES.items()
+            if name in arguments.shapes
         ]
-        list(pool.map(lambda one: one.tune(60 * arguments.minutes), comparisons))
+        list(pool.map(lambda one: one.tune(60 * arguments.minutes, arguments.speed), comparisons))
         tasks = [(one, place) for one in comparisons for place in one.remaining(arguments.repeats)]
         list(pool.map(lambda task: task[0].measure(task[1]), tasks))
         for one in comparisons:

@@ -203,7 +203,8 @@ class RunningServer:
                 with contextlib.suppress(psutil.NoSuchProcess):  # It was killed meanwhile.
                     engine.resume()
 
-    def wait_ready(self, timeout_s: float = PATIENCE_S) -> RunningServer:
+    def wait_ready(self, timeout_s: float = 2 * PATIENCE_S) -> RunningServer:
+        """A start computes for seconds, which are minutes on a machine with ten times more to do than it can."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             if self.process.poll() is not None:

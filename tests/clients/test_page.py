@@ -23,7 +23,7 @@ from fake_server import FakeServer
 from holdfast.engine.fake import FakeEngine, say
 from holdfast.engine.requests.adapters import Loaded
 from holdfast.observability.ledger import ProcessMemory, make_ledger
-from holdfast.records import AdapterRef, EngineInfo, EngineStats, MemoryTerm
+from holdfast.records import AdapterRef, EngineInfo, EngineStats, MemoryTerm, RankMemory
 from holdfast.server.run import bind
 from holdfast.server.ui.machine import Holder, MachineTier
 from holdfast.units import GIB
@@ -154,6 +154,26 @@ def test_a_chat_streams_with_its_settings_and_its_logprobs(browser: Chromium, la
     assert page.run("[...document.querySelectorAll('.t')].indexOf(document.querySelector('.pointed'))") >= 1
     assert page.problems() == []
     keep(page, "chat")
+
+
+def test_ranks_of_two_machines_have_a_row_each(browser: Chromium, launch: Launch) -> None:
+    engine = FakeEngine()
+    report = engine.info.memory
+    assert report is not None
+    server = launch(engine)
+    ranks = [
+        RankMemory(rank=rank, pid=70 + rank, threads=1, heads=2, kv_heads=1, first_layer=15 * rank, layers=15,
+                   planned_weights_bytes=GIB, weights_bytes=GIB, kv_pool_bytes=2 * GIB, node=rank)
+        for rank in range(2)
+    ]  # fmt: skip
+    info = msgspec.structs.replace(engine.info, memory=msgspec.structs.replace(report, ranks=ranks))
+    server.call(lambda: setattr(engine, "memory", lambda: make_ledger(info, EngineStats(), [])))
+    page = browser.open(server.url + "/")
+    page.wait("document.querySelectorAll('#rank-rows tr').length === 2")
+    assert page.text("#ranks-text") == "on 2 nodes; Memory is that of node 0, which serves this page"
+    cells = page.run("[...document.querySelectorAll('#rank-rows tr:last-child td')].map((one) => one.textContent)")
+    assert cells == ["1", "1", "71", "15 to 29", "2", "1", "1.00 GiB", "2.00 GiB", "1"]
+    keep(page, "ranks")
 
 
 def test_each_device_has_its_own_map(browser: Chromium, launch: Launch) -> None:

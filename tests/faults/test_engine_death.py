@@ -13,6 +13,7 @@ import openai
 import psutil
 import pytest
 from deadlines import PATIENCE_S
+from standing_still import StandingStill, stopped
 
 POISON = 31_337
 STREAMS = 64
@@ -39,16 +40,21 @@ def switch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(module_server, tiny_arguments, switch: Path):
+def standing_still(tmp_path_factory: pytest.TempPathFactory) -> StandingStill:
+    return StandingStill(tmp_path_factory.mktemp("standing-still"))
+
+
+@pytest.fixture(scope="module")
+def server(module_server, tiny_arguments, switch: Path, standing_still: StandingStill):
     """Of those tests here that leave it well."""
     faults = {"HOLDFAST_FAULT_DIE_ON_TOKEN": str(POISON), "HOLDFAST_FAULT_FAIL_LOADING": str(switch)}
-    return module_server(*tiny_arguments, environment=faults).wait_ready()
+    return module_server(*tiny_arguments, environment=faults | standing_still.environment).wait_ready()
 
 
 Answer = tuple[str, str | None, int]
 
 
-async def stream(client: openai.AsyncOpenAI, place: int, begun: asyncio.Semaphore | None) -> Answer:
+async def stream(client: openai.AsyncOpenAI, place: int) -> Answer:
     text, reason, tokens = "", None, 0
     asked = ask(place) | {"stream": True, "stream_options": {"include_usage": True}}
     async for chunk in await client.completions.create(**asked):
@@ -57,18 +63,15 @@ async def stream(client: openai.AsyncOpenAI, place: int, begun: asyncio.Semaphor
         for choice in chunk.choices:
             text += choice.text
             reason = choice.finish_reason or reason
-        if begun is not None:
-            begun.release()
-            begun = None
     return text, reason, tokens
 
 
-async def all_streams(url: str, begun: asyncio.Semaphore | None = None) -> list[Answer]:
+async def all_streams(url: str) -> list[Answer]:
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
-        return await asyncio.gather(*(stream(client, place, begun) for place in range(STREAMS)))
+        return await asyncio.gather(*(stream(client, place) for place in range(STREAMS)))
 
 
-async def test_kill_9_under_64_streams_is_a_pause_to_their_clients(server) -> None:
+async def test_kill_9_under_64_streams_is_a_pause_to_their_clients(server, standing_still: StandingStill) -> None:
     """Greedy answers stay the same. Sampled ones go on with the same random numbers, over a KV cache that was computed
     anew and may differ in the last bits: with other numbers not one of them would stay the same."""
     undisturbed = await all_streams(server.url)
@@ -76,13 +79,11 @@ async def test_kill_9_under_64_streams_is_a_pause_to_their_clients(server) -> No
         ("length", TOKENS + n // 4) for n in range(STREAMS)
     ]
 
-    begun = asyncio.Semaphore(0)
-    disturbed = asyncio.create_task(all_streams(server.url, begun))
-    for _ in range(STREAMS // 2):  # Half of them in the middle of their answers, others perhaps still waiting.
-        await begun.acquire()
-    victim = psutil.Process(server.engine_pid)
-    victim.suspend()  # Who has no whole answer now has none before it dies.
-    assert server.open_requests() >= STREAMS // 4
+    # In the middle of most answers; others perhaps still wait.
+    standing_still.ask_for(STREAMS * TOKENS // 3)
+    disturbed = asyncio.create_task(all_streams(server.url))
+    victim = await stopped([psutil.Process(server.engine_pid)])
+    await until_open(server, STREAMS // 2)  # Who has no whole answer now has none before it dies.
     victim.kill()
     answers = await disturbed
     assert answers[1::2] == undisturbed[1::2]  # Greedy.
@@ -96,21 +97,19 @@ async def test_kill_9_under_64_streams_is_a_pause_to_their_clients(server) -> No
     assert server.metric("vllm:request_success_total") == 2 * STREAMS
 
 
-async def test_health_tells_while_it_comes_back_and_requests_wait(server) -> None:
+async def test_health_tells_while_it_comes_back_and_requests_wait(server, standing_still: StandingStill) -> None:
+    standing_still.ask_for(0)  # The next one is not ready before it has been seen that it is not.
     engine = psutil.Process(server.engine_pid)
     engine.kill()
     engine.wait()
     async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as client:
-        next_one = psutil.Process(await next_engine(server, {engine.pid}))
-        next_one.suspend()  # It is not ready before it has been seen that it is not.
+        next_one = await stopped([psutil.Process(await next_engine(server, {engine.pid}))])
         health = await client.get("/health")
         assert (health.status_code, health.json()["status"]) == (503, "restarting")
         assert "the last sign of progress was" in health.json()["progress"]
         asked = {"model": "tiny", "prompt": "Hello", "max_tokens": 3}
         waiting = asyncio.create_task(client.post("/v1/completions", json=asked))
-        async with asyncio.timeout(PATIENCE_S):
-            while server.open_requests() == 0:
-                await asyncio.sleep(0.01)
+        await until_open(server, 1)
         next_one.resume()
         answer = await waiting
         assert answer.status_code == 200, answer.text
@@ -118,18 +117,22 @@ async def test_health_tells_while_it_comes_back_and_requests_wait(server) -> Non
         assert (await client.get("/health")).status_code == 200
 
 
-async def test_an_engine_that_cannot_live_is_given_up_and_the_server_ends(start_server, tiny_arguments) -> None:
-    server = start_server(*tiny_arguments).wait_ready()
+async def test_an_engine_that_cannot_live_is_given_up_and_the_server_ends(
+    start_server, tiny_arguments, tmp_path: Path
+) -> None:
+    standing_still = StandingStill(tmp_path)
+    server = start_server(*tiny_arguments, environment=standing_still.environment).wait_ready()
     async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as client:
         long = {"model": "tiny", "prompt": "Hello", "max_tokens": 2000, "ignore_eos": True}
+        standing_still.ask_for(0)
         waiting = asyncio.create_task(client.post("/v1/completions", json=long))
         killed: set[int] = set()
-        # The first perhaps with the request aboard, the others while they load.
+        # The first with the request aboard, the others while they load: before they can answer anything.
         for _ in range(5):
-            killed.add(pid := await next_engine(server, killed))
-            os.kill(pid, signal.SIGKILL)  # Before it can answer anything.
-            if waiting.done():
-                break
+            engine = await stopped([psutil.Process(await next_engine(server, killed))])
+            killed.add(engine.pid)
+            standing_still.ask_for(0)
+            engine.kill()
         answer = await waiting
         assert answer.status_code in (500, 503)
         assert "4 times in a row" in answer.json()["error"]["message"]
@@ -180,6 +183,12 @@ async def test_a_start_that_fails_for_a_moment_is_tried_again(server, switch: Pa
         answer = await waiting
     assert answer.json()["usage"]["completion_tokens"] == 5
     assert server.stop() == 0  # In order, after all that has happened to it.
+
+
+async def until_open(server, count: int) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while server.open_requests() < count:
+            await asyncio.sleep(0.01)
 
 
 async def next_engine(server, before: set[int]) -> int:

@@ -13,6 +13,7 @@ import psutil
 import pytest
 from deadlines import PATIENCE_S
 from ended_processes import still_running
+from standing_still import StandingStill, stopped
 
 POISON = 31_337
 STREAMS = 6
@@ -21,9 +22,14 @@ LONG = 200
 
 
 @pytest.fixture(scope="module")
-def server(module_server, tiny_arguments):
+def standing_still(tmp_path_factory: pytest.TempPathFactory) -> StandingStill:
+    return StandingStill(tmp_path_factory.mktemp("standing-still"))
+
+
+@pytest.fixture(scope="module")
+def server(module_server, tiny_arguments, standing_still: StandingStill):
     """Of those tests here that leave it well."""
-    faults = {"HOLDFAST_FAULT_HANG_ON_TOKEN": str(POISON)}
+    faults = {"HOLDFAST_FAULT_HANG_ON_TOKEN": str(POISON), **standing_still.environment}
     arguments = [*tiny_arguments, "--engine-hang-timeout", str(LIMIT_S), "--enable-sleep-mode"]
     return module_server(*arguments, environment=faults).wait_ready()
 
@@ -86,14 +92,12 @@ async def until_health(client: httpx.AsyncClient, status: str) -> httpx.Response
     return health
 
 
-async def test_a_stopped_engine_is_noticed_and_replaced_and_no_answer_changes(server, client, told_undisturbed) -> None:
-    begun = asyncio.Semaphore(0)
-    disturbed = asyncio.create_task(all_streams(client, begun))
-    for _ in range(STREAMS // 2):
-        await begun.acquire()
-    victim = psutil.Process(server.engine_pid)
-    victim.suspend()
-    assert server.open_requests() > 0
+async def test_a_stopped_engine_is_noticed_and_replaced_and_no_answer_changes(
+    server, client, told_undisturbed, standing_still: StandingStill
+) -> None:
+    standing_still.ask_for(STREAMS * LONG // 4)
+    disturbed = asyncio.create_task(all_streams(client))
+    victim = await stopped([psutil.Process(server.engine_pid)])
     health = await until_health(client, "hung")
     assert victim.status() == psutil.STATUS_STOPPED  # It is said before it is acted upon.
     assert health.status_code == 503
@@ -105,24 +109,25 @@ async def test_a_stopped_engine_is_noticed_and_replaced_and_no_answer_changes(se
     assert await disturbed == told_undisturbed
     assert (await newcomer).json()["usage"]["completion_tokens"] == 5
     assert server.engine_pid != victim.pid
-    assert (await client.get("/health")).status_code == 200
+    assert (await until_health(client, "ready")).status_code == 200
     page = (await client.get("/metrics")).text
     assert 'holdfast:engine_restarts_total{engine="0",model_name="tiny",reason="hung"} 1.0' in page
     assert 'holdfast:engine_restarts_total{engine="0",model_name="tiny",reason="died"} 0.0' in page
-    assert server.metric("holdfast:engine_unresponsive") == 0
+    server.wait_metric("holdfast:engine_unresponsive", lambda unresponsive: unresponsive == 0)
     assert "it was killed after not responding for 8 s" in server.log
     server.wait_metric("vllm:num_requests_running", lambda running: running == 0)
 
 
-async def test_one_that_goes_on_in_time_is_left_alone(server, client, told_undisturbed) -> None:
+async def test_one_that_goes_on_in_time_is_left_alone(
+    server, client, told_undisturbed, standing_still: StandingStill
+) -> None:
     restarts = server.metric("holdfast:engine_restarts_total")
-    begun = asyncio.Semaphore(0)
-    disturbed = asyncio.create_task(all_streams(client, begun))
-    await begun.acquire()
+    standing_still.ask_for(STREAMS * LONG // 4)
+    disturbed = asyncio.create_task(all_streams(client))
     pid = server.engine_pid
-    with server.engine_held():
-        assert server.open_requests() > 0
-        await until_health(client, "hung")
+    engine = await stopped([psutil.Process(pid)])
+    await until_health(client, "hung")
+    engine.resume()
     assert await disturbed == told_undisturbed
     await until_health(client, "ready")
     assert server.engine_pid == pid
@@ -192,7 +197,7 @@ async def test_a_hung_engine_can_be_put_to_sleep_at_once(server, client, known: 
     assert (await client.post("/sleep")).json()["status"] == "sleeping"
     assert not victim.is_running()
     assert (await client.post("/wake_up")).status_code == 200
-    assert (await client.get("/health")).json() == {"status": "ready"}
+    assert (await until_health(client, "ready")).json() == {"status": "ready"}
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import pytest
 from deadlines import PATIENCE_S
 from ended_processes import still_running
-from story_streams import STREAMS, all_streams
+from standing_still import StandingStill, stopped
+from story_streams import STREAMS, TOKENS, all_streams
 from tiny_experts import write_tiny_experts
 
 
@@ -20,16 +23,17 @@ def ranks_of(engine_pid: int) -> list[psutil.Process]:
 
 
 async def disturbed(
-    server, strike: Callable[[list[psutil.Process]], None], count: int = 2
+    server, standing_still: StandingStill, strike: Callable[[list[psutil.Process]], None], count: int = 2
 ) -> tuple[list[str], list[psutil.Process]]:
     """What streams say while ranks are struck in the middle of them, and who the ranks were."""
-    begun = asyncio.Semaphore(0)
-    answers = asyncio.create_task(all_streams(server.url, begun))
-    for _ in range(STREAMS // 4):
-        await begun.acquire()
+    standing_still.ask_for(STREAMS * TOKENS // 4)
+    answers = asyncio.create_task(all_streams(server.url))
     ranks = ranks_of(server.engine_pid)
     assert len(ranks) == count
+    first = await stopped(ranks[:1])
     strike(ranks)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        first.resume()
     return await answers, ranks
 
 
@@ -56,12 +60,13 @@ SAID = {"other": "has ended: signal SIGKILL", "stopped": "has not come to where 
 @pytest.mark.parametrize(
     "names", [("other",), pytest.param(("first", "stopped"), marks=pytest.mark.long)], ids=["killed", "any"]
 )
-async def test_streams_outlive_a_rank(start_server, tiny_arguments, names: tuple[str, ...]) -> None:
-    server = start_server(*tiny_arguments, "-tp", "2", "--engine-hang-timeout", "8").wait_ready()
-    undisturbed = await all_streams(server.url, asyncio.Semaphore(0))
+async def test_streams_outlive_a_rank(start_server, tiny_arguments, tmp_path: Path, names: tuple[str, ...]) -> None:
+    standing_still, flags = StandingStill(tmp_path), ("-tp", "2", "--engine-hang-timeout", "8")
+    server = start_server(*tiny_arguments, *flags, environment=standing_still.environment).wait_ready()
+    undisturbed = await all_streams(server.url)
     gone = list[psutil.Process]()
     for name in names:
-        answers, ranks = await disturbed(server, STRIKES[name])
+        answers, ranks = await disturbed(server, standing_still, STRIKES[name])
         assert answers == undisturbed
         assert SAID.get(name, "restarting it") in server.log
         gone += ranks
@@ -86,14 +91,15 @@ async def test_streams_outlive_a_rank(start_server, tiny_arguments, names: tuple
     ids=["a-stage", "any-of-four", "whole-experts"],
 )
 async def test_streams_outlive_a_stage_or_its_experts(
-    start_server, tiny_arguments, tmp_path, flags: tuple[str, ...], count: int, struck: tuple[int, ...]
+    start_server, tiny_arguments, tmp_path: Path, flags: tuple[str, ...], count: int, struck: tuple[int, ...]
 ) -> None:
     _, *others = tiny_arguments
     model = str(write_tiny_experts(tmp_path)) if "-ep" in flags else tiny_arguments[0]
-    server = start_server(model, *others, *flags, "--engine-hang-timeout", "20").wait_ready()
-    undisturbed, gone = await all_streams(server.url, asyncio.Semaphore(0)), list[psutil.Process]()
+    standing_still, flags = StandingStill(tmp_path), (*flags, "--engine-hang-timeout", "20")
+    server = start_server(model, *others, *flags, environment=standing_still.environment).wait_ready()
+    undisturbed, gone = await all_streams(server.url), list[psutil.Process]()
     for rank in struck:
-        answers, ranks = await disturbed(server, lambda ranks, rank=rank: ranks[rank].kill(), count)
+        answers, ranks = await disturbed(server, standing_still, lambda ranks, rank=rank: ranks[rank].kill(), count)
         assert answers == undisturbed
         gone += ranks
     assert f"rank {max(struck)} " in server.log

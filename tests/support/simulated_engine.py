@@ -82,8 +82,9 @@ class _Slot:
 class FakeStore:
     """A store on disk that forgets at random, and says it has what it has lost."""
 
-    def __init__(self, choice: random.Random, most: int = 60) -> None:
-        self._choice, self._most = choice, most
+    def __init__(self, choice: random.Random, most: int = 60, most_room: int = 6) -> None:
+        """`most_room`: pages it takes at once; at any time it may be fewer."""
+        self._choice, self._most, self._most_room = choice, most, most_room
         self.pages: dict[bytes, list[int]] = {}
         self.lost: set[bytes] = set()
         self.used = 0
@@ -105,6 +106,9 @@ class FakeStore:
 
     def takes(self) -> bool:
         return self.well
+
+    def room(self) -> int:
+        return self._choice.randrange(self._most_room + 1)
 
     def forget(self, keys: Sequence[bytes]) -> None:
         for key in keys:
@@ -383,12 +387,16 @@ class SimulatedEngine:
             self._hear(output)
         return outputs
 
-    def resize(self, blocks: int) -> None:
-        """As the engine's loop does it: when nothing is in flight."""
+    def resize(self, blocks: int, saves: int = 0) -> None:
+        """As the engine's loop does it: when nothing is in flight. `saves`: steps in which what a smaller pool would
+        lose goes to RAM first."""
         while self._plans:
             self.execute()
         if self.runner.tiers is not None:
             self.scheduler.give_up_copies(self.runner.tiers.give_up_reads())
+        for _ in range(saves if blocks < len(self.runner.pages) else 0):
+            if (saving := self.scheduler.save_before(blocks)) is not None:
+                assert not self.scheduler.apply(self.runner.execute(saving), 0.0)
         while (waiting := self.scheduler.wait_for_copies()) is not None:
             assert not self.scheduler.apply(self.runner.execute(waiting), 0.0)
         new = blocks - len(self.runner.pages)

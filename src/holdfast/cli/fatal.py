@@ -17,22 +17,23 @@ import holdfast
 from holdfast.errors import HoldfastError, printable
 from holdfast.observability.codes import codes
 
-_SECRETS = ("--api-key", "--node-secret")
-_HIDDEN = '"${API_KEY:?}"'
-"""What a shell puts in, and stops at where it is not set."""
+_HIDDEN = {"--api-key": '"${API_KEY:?}"', "--node-secret": '"${HOLDFAST_NODE_SECRET:?}"'}
+"""Flags with secrets, and what a shell puts in for each, or stops at where it is not set."""
 
 
 def command_line(words: Sequence[str]) -> str:
     """As it can be pasted, without its secrets."""
-    shown, secret = ["holdfast"], False
+    shown, following = ["holdfast"], None  # What stands for the words behind a flag with a secret.
     for word in words:
         flag, equals, _ = word.partition("=")
-        is_secret = flag.replace("_", "-") in _SECRETS
-        if f'"{word}"' == _HIDDEN or (secret and not word.startswith("--")):
-            shown.append(_HIDDEN)
+        hidden = _HIDDEN.get(flag.replace("_", "-"))
+        if f'"{word}"' in _HIDDEN.values():
+            shown.append(f'"{word}"')
+        elif following is not None and not word.startswith("--"):
+            shown.append(following)
         else:
-            secret = is_secret and not equals
-            shown.append(f"{flag}={_HIDDEN}" if is_secret and equals else shlex.quote(word))
+            following = None if equals else hidden
+            shown.append(f"{flag}={hidden}" if hidden is not None and equals else shlex.quote(word))
     return printable(" ".join(shown))
 
 

@@ -5,9 +5,11 @@ Nothing that a file or a server said reaches the terminal as a command to it. Kn
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
+import select
 import sys
 import traceback
 from collections.abc import Iterable
@@ -83,11 +85,27 @@ def unforeseen(error: Exception) -> HoldfastError:
 
 
 def _write(text: str) -> None:
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    text, raw = _encodable(text, encoding), getattr(sys.stdout, "buffer", None)
     try:
-        sys.stdout.write(_encodable(text, getattr(sys.stdout, "encoding", None) or "utf-8"))
-        sys.stdout.flush()
+        if isinstance(raw, io.RawIOBase):
+            sys.stdout.flush()
+            _write_whole(raw, memoryview(text.encode(encoding)))
+        else:
+            sys.stdout.write(text)
+            sys.stdout.flush()
     except BrokenPipeError:
         _leave(sys.stdout)
+
+
+def _write_whole(raw: io.RawIOBase, rest: memoryview) -> None:
+    """With PYTHONUNBUFFERED, as containers set it, Python drops what one write does not take: one that waits for a slow
+    reader when the process is stopped and goes on, say."""
+    while rest:
+        taken = raw.write(rest)
+        if taken is None:  # Somebody made it one that does not wait.
+            select.select([], [raw], [])
+        rest = rest[taken or 0 :]
 
 
 def _encodable(text: str, encoding: str) -> str:

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from holdfast.config.setting import number, optional, setting, text, whole
 from holdfast.errors import ConfigurationError
+from holdfast.units import counted
 
 WRONG_NODES = "HF139"
 DEFAULT_PORT = 29501
@@ -121,8 +122,8 @@ def check_nodes(config: NodeSettings) -> None:
         )
     if ranks % nodes:
         raise _wrong(
-            f"{ranks} ranks (-tp {config.tensor_parallel_size} x -pp {config.pipeline_parallel_size}) cannot be on"
-            f" {nodes} nodes, as many on each",
+            f"{counted(ranks, 'rank')} (-tp {config.tensor_parallel_size} x -pp {config.pipeline_parallel_size})"
+            f" cannot be on {nodes} nodes, as many on each",
             needed="a number of ranks that nnodes divides",
             fix=f"-pp {nodes}, with -tp for the ranks of one node",
             field="nnodes",

@@ -29,6 +29,9 @@ class StoredPages(Protocol):
     def takes(self) -> bool:
         """Whether a page would be written now, as far as is known: the disk is well, and the day's budget not spent."""
 
+    def room(self) -> int:
+        """How many pages it would take at once now; others wait until it has written some."""
+
     def forget(self, keys: Sequence[bytes]) -> None:
         """Of these that are there, or wait to be written, nobody finds any again."""
 
@@ -45,6 +48,8 @@ class TierLimits:
     """Of these, from disk: of one that nobody waits for any more the page is not free before it has come."""
     most_storing: int = 64
     """Pages on their way to RAM and to disk at once: they can be given to nobody meanwhile."""
+    most_writing: int = 64
+    """Of these, to disk: they may go through memory of their own."""
     storing_share: float = 1.0
     """Of the pool as it is now: no more than so much of it is stored at once."""
     spare_pages: int = 256

@@ -72,7 +72,8 @@ class LowerTiers:
         """Planned, and not over."""
         self._in_flight = {Tier.HOST: 0, Tier.DISK: 0}
         """Loads, by where they come from."""
-        self._stores = 0
+        self._stores = self._writes = 0
+        """Pages on their way to RAM or disk, and of these to disk."""
         self._owed = False
         """Pages of who runs are to be saved before the pool shrinks, and were not when the last plan was made."""
         self._to_write: OrderedDict[Key, None] = OrderedDict()
@@ -246,12 +247,16 @@ class LowerTiers:
         if self.stored is not None:
             self.stored.computed(keys)
 
-    def _writes(self, applied_step: int, budget: int) -> Iterator[BlockCopy]:
-        """To disk. What has left the pool meanwhile is not written; what is on its way elsewhere is tried again."""
-        if self._to_write and self.stored is not None and not self.stored.takes():
+    def _plan_writes(self, applied_step: int, budget: int) -> Iterator[BlockCopy]:
+        """To disk, no more than it takes: the others wait. What has left the pool meanwhile is not written; what is on
+        its way elsewhere is tried again."""
+        if not self._to_write or self.stored is None:
+            return
+        if not self.stored.takes():
             self.dropped_writes += len(self._to_write)
             self._to_write.clear()
-        for group, key in list(islice(self._to_write, budget)):
+        most = min(budget, min(self.limits.most_writing, self.stored.room()) - self._writes)
+        for group, key in list(islice(self._to_write, max(0, most))):
             page = self._index.pages(group).get(key)
             block = None if page is None else self._pool.blocks[page]
             if block is not None and not self._storable(block, applied_step):
@@ -315,6 +320,7 @@ class LowerTiers:
         copy = BlockCopy(self._number(), Tier.DEVICE, block.id, tier, place, False, key)
         self._copies[copy.copy_id] = _Store(copy)
         self._stores += 1
+        self._writes += tier is Tier.DISK
         return copy
 
     def _left_host(self, key: Key) -> None:
@@ -343,7 +349,7 @@ class LowerTiers:
                 self._in_flight[tier] += 1
                 copies.append(load.copy)
         if stores and (budget := self.most_storing - self._stores) > 0:
-            copies += self._writes(applied_step, budget)
+            copies += self._plan_writes(applied_step, budget)
             copies += self.plan_saves(running, applied_step)
         return copies
 
@@ -362,6 +368,7 @@ class LowerTiers:
             return True
         self._stores -= 1
         tier = Tier(copy.target_tier)
+        self._writes -= tier is Tier.DISK
         self.stored_pages[tier] += arrived
         if tier is Tier.DISK and copy.key in self._unwanted:
             self._unwanted.remove(copy.key)
@@ -430,6 +437,8 @@ class LowerTiers:
         self.host.check_doubles(
             [(block.group, block.hash) for block in self._pool.blocks if block.saved and block.hash]
         )
+        writes = sum(one.copy.target_tier == Tier.DISK for one in self._copies.values())
+        assert self._writes == writes, f"{self._writes} pages count as on their way to disk, {writes} are"
         loads = [one for one in (*self._copies.values(), *queued) if isinstance(one, _Load)]
         known = {id(load) for loading in self._loading for load in loading.values()}
         assert known == {id(load) for load in loads if not load.forgotten}, "a load is not where it is looked for"

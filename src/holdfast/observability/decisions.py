@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 SAMPLING = "sampling defaults"
 """The field of the decision on how to sample where a request does not say."""
-SAID_AT_START = (SAMPLING, "kv_store", "idle_release", "yield_to_neighbours")
+SAID_AT_START = (SAMPLING, "kv_store", "idle_release", "yield_to_neighbours", "enable_expert_parallel")
 """Fields of decisions that everybody sees when a server starts: what it will do by itself later on, and within which
-limits."""
+limits; and what was asked for and may come to nothing."""
 DEFAULT_REASON = "the default"
 """What `source` says already: not repeated in the line."""
 

@@ -263,7 +263,8 @@ def use_lines(ledger: Ledger) -> list[str]:
     """For people: what each of several engines or ranks has, and how links and experts over VRAM and RAM were used so
     far."""
     experts = [] if ledger.experts is None else [_experts_line(ledger.experts)]
-    ranks = [(f"engine {rank.engine} " if ledger.engines else "") + _rank_line(rank) for rank in ledger.ranks]
+    several = any(rank.node for rank in ledger.ranks)
+    ranks = [(f"engine {rank.engine} " if ledger.engines else "") + _rank_line(rank, several) for rank in ledger.ranks]
     rows = [*map(_engine_line, ledger.engines), *ranks]
     return [*rows, *map(_link_line, ledger.links), *experts]
 
@@ -278,10 +279,10 @@ def _engine_line(engine: EngineMemory) -> str:
     )
 
 
-def _rank_line(rank: RankMemory) -> str:
+def _rank_line(rank: RankMemory, of_nodes: bool) -> str:
     experts = f", {counted(rank.experts, 'expert')} of each layer" if rank.experts else ""
     return (
-        f"rank {rank.rank} ({f'node {rank.node}, ' if rank.node else ''}pid {rank.pid}):"
+        f"{f'node {rank.node} ' if of_nodes else ''}rank {rank.rank} (pid {rank.pid}):"
         f" {format_bytes(rank.weights_bytes)} of weights,"
         f" {format_bytes(rank.kv_pool_bytes)} of the KV pool, {_layers(rank)}{counted(rank.heads, 'head')} over"
         f" {counted(rank.kv_heads, 'KV head')}{experts}, {counted(rank.threads, 'thread')}"

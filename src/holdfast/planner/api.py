@@ -21,6 +21,7 @@ from holdfast.planner.inputs.replicas import all_machines, one_replica, ranks_of
 from holdfast.planner.models.adjusted import adjusted
 from holdfast.planner.models.resolve import resolve_model
 from holdfast.planner.report.answer import PlanAnswer, answer
+from holdfast.planner.serve.ranks import check_experts
 from holdfast.planner.serve.streamed import disk_room
 from holdfast.units import counted, format_bytes
 
@@ -70,6 +71,7 @@ def question_of(config: PlanConfig, *, traffic: Stated | None = None) -> Questio
         )
     wanted, said = traffic_of(config) if traffic is None else traffic
     resolved = resolve_model(config.model, revision=config.revision, quantization=config.quantization)
+    check_experts(config.enable_expert_parallel, resolved.model.spec)
     model, changed = adjusted(resolved.model, config)
     machine, on_disk = _with_disk(found.machine, config)
     machine, shared = _share_of_vram(machine, config)

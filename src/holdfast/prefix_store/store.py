@@ -49,8 +49,8 @@ class PrefixStore:
         self._counts = Counts()
         control = folder.seen
         self._read_rate, self._write_rate = Rate(control.read_rate or None), Rate(control.write_rate or None)
-        self._used: dict[int, int] = {}
-        """When slots were used last, in microseconds; not yet in the index."""
+        self._used: dict[bytes, int] = {}
+        """When pages were used last, in microseconds; not yet in the index. By key: a slot may be another's by then."""
         self._suspects: list[tuple[int, int]] = []
         """Slots and generations that are to leave the index."""
         self._used_lock = threading.Lock()
@@ -143,6 +143,10 @@ class PrefixStore:
         """Whether a page may be written now: else nobody need bring one."""
         return self._writer is not None and self._writer.takes()
 
+    def room(self) -> int:
+        """Pages that could wait to be written now."""
+        return 0 if self._writer is None else self._writer.room()
+
     def use(self, keys: Sequence[bytes]) -> None:
         """These are wanted: others are evicted before them. Of a chain the end leaves first."""
         if self._slab is None:
@@ -151,9 +155,9 @@ class PrefixStore:
         slots = self._slab.index.slots
         with self._used_lock:
             for number, key in enumerate(keys):
-                slot = slots.get(padded(key))
-                if slot is not None:
-                    self._used[slot] = now_us - number
+                name = padded(key)
+                if name in slots:
+                    self._used[name] = now_us - number
 
     def used_before(self, keys: Sequence[bytes]) -> int:
         """How many of them in a row, from the first on, were `computed` before, in any process; as far as is
@@ -282,11 +286,13 @@ class PrefixStore:
                 self._suspects = [*suspects, *self._suspects]
 
     def _stamp(self) -> None:
-        """What was used goes to the index. Under the lock of the folder."""
+        """What was used goes to the index. Under the lock of the folder, after `refresh`."""
         with self._used_lock:
             used, self._used = self._used, {}
         if self._slab is not None:
-            self._slab.index.stamp(sorted(used.items()))
+            slots = self._slab.index.slots
+            found = ((slots.get(key), when) for key, when in used.items())
+            self._slab.index.stamp(sorted((slot, when) for slot, when in found if slot is not None))
 
     def _note(self, slab: Slab, suspects: list[tuple[int, int]], *, tell_rates: bool) -> None:
         slab.index.refresh()

@@ -109,7 +109,13 @@ class PageWriter:
     def takes(self) -> bool:
         """Whether there is any sense in writing: not whether the queue has a place."""
         today = self._folder.seen.on(self._calls.now())
-        return not self._closing and self._health.able() and not self._over_budget(today, self._slab.slot_bytes)
+        if self._closing or self._slab.slot_bytes > self._queue_bytes:
+            return False
+        return self._health.able() and not self._over_budget(today, self._slab.slot_bytes)
+
+    def room(self) -> int:
+        """Pages that the queue has places for."""
+        return max(0, (self._queue_bytes - self.queued_bytes) // self._slab.slot_bytes)
 
     def _refusal(self, key: bytes) -> DropReason | None:
         if self._closing:

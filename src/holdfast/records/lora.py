@@ -38,4 +38,6 @@ class AdapterRef(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def salt(self) -> str:
-        return f"{self.number}\0{self.path}\0{self.stamp}"
+        """Of cached prefixes: by its files alone. Its number follows the order in which adapters were loaded, which is
+        another after a restart, and in another server that shares the store of KV pages."""
+        return f"{self.path}\0{self.stamp}"

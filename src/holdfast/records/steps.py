@@ -173,3 +173,5 @@ class Verdict(enum.Enum):
     """With this token; nothing may follow."""
     ENDED = "ended"
     """By this token, which is the model's own end and no part of the text."""
+    OVER = "over"
+    """It was complete before this token, which is nobody's: that was known too late."""

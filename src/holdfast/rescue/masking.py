@@ -63,4 +63,5 @@ def _secrets(started: Started) -> Iterator[tuple[str | int, str, str]]:
 
 def _placeholder(flag: str, number: int) -> str:
     name = re.sub(r"\W", "_", flag.lstrip("-")).upper()
+    name = f"HOLDFAST_{name}" if name == "NODE_SECRET" else name  # The variable that is read anyway.
     return f'"${{{name}{"" if number == 1 else f"_{number}"}:?}}"'

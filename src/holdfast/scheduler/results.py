@@ -116,6 +116,9 @@ class Results(SchedulerState):
         if isinstance(verdict, Failure):
             self._leave(sequence)
             return make_output(sequence, [], None, FinishReason.ERROR, None, now_s, verdict)
+        if verdict is Verdict.OVER:
+            self._leave(sequence)
+            return make_output(sequence, [], None, FinishReason.STOP, None, now_s, complete=True)
         first = sequence.first_token_s is None
         if first:
             sequence.first_token_s = now_s

@@ -26,6 +26,13 @@ class Axis(msgspec.Struct, frozen=True):
     """In order; None: what the engine takes by itself, in the place where that lies."""
 
 
+class LeftOut(msgspec.Struct, frozen=True):
+    """Settings that are not varied, and why."""
+
+    names: tuple[str, ...]
+    why: str
+
+
 class ServerConfiguration(msgspec.Struct, frozen=True):
     changes: tuple[tuple[str, Value], ...] = ()
 
@@ -55,7 +62,10 @@ def command_of(configuration: ServerConfiguration, *, engine: str, model: str, f
 
 
 def _written(configuration: ServerConfiguration, engine: str, model: str, flags: Sequence[str]) -> str:
-    return " ".join([line(engine, model, dict(configuration.changes)), *map(shlex.quote, flags)])
+    changes: dict[str, object] = dict(configuration.changes)
+    if "kv_offloading_size" in changes:  # Some releases take a size with the name of what offloads alone.
+        changes["kv_offloading_backend"] = "native"
+    return " ".join([line(engine, model, changes), *map(shlex.quote, flags)])
 
 
 def start_words(

@@ -5,8 +5,10 @@ A server that does not start, or dies under the load, is a result with the docto
 
 from __future__ import annotations
 
+import contextlib
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from holdfast.doctor.diagnosis.diagnose import diagnose
 from holdfast.errors import EngineError
 from holdfast.tune.configuration import ServerConfiguration, start_words
 from holdfast.tune.replay import replayed
+from holdfast.tune.space.kv_tiers import STORE, CommonPrefixes
 from holdfast.tune.trial import Stage, Trial, trial_of
 from holdfast.units import shorten
 
@@ -44,12 +47,15 @@ class TrialSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Of the whole file, the first at 0."""
     seconds: float
     """While requests come."""
+    start_limit_s: float = START_LIMIT_S
+    """A server that takes longer to be ready counts as one that does not start."""
     objectives: tuple[Objective, ...]
     headroom: float = 0.05
     error_share: float = 0.001
     endpoint: str = "/v1/chat/completions"
     token_ids: bool = False
     """Prompts of ids, for a server without a tokenizer: to an endpoint for completions."""
+    prefixes: CommonPrefixes = CommonPrefixes()
     workers: int = 1
     seed: int = 0
     api_key: str | None = None
@@ -64,12 +70,12 @@ class ServerTrials:
 
     def __call__(self, configuration: ServerConfiguration, *, speed: float, stage: Stage) -> Trial:
         settings, began_s, port = self.settings, time.monotonic(), free_port()
-        words = start_words(
-            configuration, engine=settings.engine, model=settings.model, flags=settings.flags, port=port
-        )
-        with launched([*settings.launcher, *words], port, kept=False) as server:
+        with contextlib.ExitStack() as stack:
+            started = stack.enter_context(with_empty_store(configuration))
+            words = start_words(started, engine=settings.engine, model=settings.model, flags=settings.flags, port=port)
+            server = stack.enter_context(launched([*settings.launcher, *words], port, kept=False))
             try:
-                server.wait_until_ready(START_LIMIT_S)
+                server.wait_until_ready(settings.start_limit_s)
                 result = self._run(server.url, speed)
             except EngineError as error:  # It does not start, or does not answer a first request.
                 return Trial(
@@ -97,12 +103,30 @@ class ServerTrials:
             phases=(Phase(PEAK, float("inf")),),
             replay=self.replay(speed),
             token_ids=settings.token_ids,
+            prefix_tokens=settings.prefixes.tokens,
+            prefix_share=settings.prefixes.share,
+            prefixes=settings.prefixes.count,
             timeout_s=timeout_of(settings.objectives, settings.arrivals),
             seed=settings.seed,
         )
         allowed = Allowed(objectives=settings.objectives, headroom=settings.headroom, error_share=settings.error_share)
         options = RunOptions(allowed=allowed, workers=settings.workers, api_key=key, advise=False)
         return run_bench(target, calibrated(load), options)
+
+
+@contextlib.contextmanager
+def with_empty_store(configuration: ServerConfiguration) -> Iterator[ServerConfiguration]:
+    """The same with a folder of its own for pages on the disk, beside the one that is named: every trial sends the same
+    prompts, and would find there what the one before it has computed. It is gone afterwards."""
+    folder = configuration.value(STORE)
+    if folder is None:
+        yield configuration
+        return
+    named = Path(str(folder)).absolute()
+    named.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{named.name}-tune-", dir=named.parent, ignore_cleanup_errors=True) as own:
+        changes = (*((name, value) for name, value in configuration.changes if name != STORE), (STORE, own))
+        yield ServerConfiguration(changes)
 
 
 def timeout_of(objectives: Sequence[Objective], arrivals: Sequence[Arrival]) -> float:

@@ -14,7 +14,7 @@ SHOWN = 12
 """Configurations in the table."""
 
 
-def trial_line(number: int, trial: Trial) -> str:
+def trial_line(trial: Trial) -> str:
     """While it goes on."""
     if trial.died:
         said = f"died: {trial.died}"
@@ -22,7 +22,7 @@ def trial_line(number: int, trial: Trial) -> str:
         said = f"{trial.goodput:.2f} requests/s within the SLO ({trial.good_share:.0%}), {_latencies(trial.measured_s)}"
         said += f", failed: {trial.errors}" if trial.failed else ""
         said += "" if trial.headroom_held else ", too little memory left"
-    return f"{number:>3}  {trial.stage}, {trial.speed:g}x: {trial.configuration}: {said}"
+    return f"{trial.stage}, {trial.speed:g}x: {trial.configuration}: {said}"
 
 
 def lines(result: TuneResult) -> Iterator[str]:
@@ -36,14 +36,13 @@ def lines(result: TuneResult) -> Iterator[str]:
     if traffic.speed > 1:
         yield "  quicker than it was, since at its own pace the default keeps the SLO and nothing could be better"
     yield ""
-    yield f"{counted(result.combinations, 'combination')} of " + ", ".join(axis.name for axis in result.axes)
+    yield f"{counted(result.combinations, 'combination')} of " + ", ".join(_flag(axis.name) for axis in result.axes)
     for one in result.pruned:
         yield f"  {one.count:,} not run, {one.kind}; {one.example}"
-    tried = {tuple(trial.settings.items()) for trial in result.trials}
-    yield f"  {len(tried):,} run in {counted(len(result.trials), 'trial')}, {format_duration(result.seconds)}"
+    yield f"  {len(_tried(result)):,} run in {counted(len(result.trials), 'trial')}, {format_duration(result.seconds)}"
     yield f"  the search ended because {result.ended}"
-    if not result.lossy:
-        yield "  not tried: an FP8 KV cache and quantized weights, which change answers (--lossy)"
+    for left in result.not_varied:
+        yield f"  not varied: {', '.join(map(_flag, left.names))}: {left.why}"
     yield ""
     yield from _table(result)
     for warning in sorted({warning for trial in result.trials for warning in trial.warnings}):
@@ -52,9 +51,23 @@ def lines(result: TuneResult) -> Iterator[str]:
     yield from _end(result)
 
 
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _tried(result: TuneResult) -> set[tuple[tuple[str, object], ...]]:
+    return {tuple(trial.settings.items()) for trial in result.trials}
+
+
+def _more_time(result: TuneResult) -> str:
+    if result.minutes_needed is None:
+        return "a higher --minutes leaves time to prove it"
+    return f"at the pace of these trials it takes --minutes {result.minutes_needed}"
+
+
 def _objectives(result: TuneResult) -> Iterator[str]:
     for name, seconds in result.slo.items():
-        yield f"{name.replace('.', ' ').replace('_', '.')} within {1e3 * seconds:g} ms"
+        yield f"{name.replace('.', ' ').replace('_', '.')} within {format_duration(seconds)}"
 
 
 def _table(result: TuneResult) -> Iterator[str]:
@@ -105,14 +118,15 @@ def _end(result: TuneResult) -> Iterator[str]:
         more = f": the best of the others was {gain.change:+.1%} ({interval})" if gain is not None else ""
         yield f"no difference: keep the default{more}"
     elif result.verdict == UNCONFIRMED:
-        yield "keep the default: nothing was proven better in this time; a higher --minutes leaves time to prove it"
+        yield f"keep the default: nothing was proven better in this time; {_more_time(result)}"
     elif result.verdict == NOTHING:
         yield "no configuration ran"
     for why in result.why:
         yield f"  {why}"
     if result.command is not None:
         if not result.held:
-            yield "  none kept the SLO at this load: fewer requests for one server, more servers, or a looser SLO"
+            what = "it did not keep" if len(_tried(result)) == 1 else "none kept"
+            yield f"  {what} the SLO at this load: fewer requests for one server, more servers, or a looser SLO"
         if result.settings and is_lossy(result.settings):
             yield "  it changes answers: check their quality before you keep it"
         yield ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -11,16 +12,16 @@ import msgspec
 import holdfast
 from holdfast.bench.load.load import Arrival
 from holdfast.bench.measure.objectives import Objective
-from holdfast.tune.configuration import DEFAULT, Axis, ServerConfiguration, Value, command_of
+from holdfast.tune.configuration import DEFAULT, Axis, LeftOut, ServerConfiguration, Value, command_of
 from holdfast.tune.gain import Gain
-from holdfast.tune.pruning import SLOWER, Pruned, Survivors
+from holdfast.tune.space.axes import LOSSY
+from holdfast.tune.space.pruning import SLOWER, Pruned, Survivors
 from holdfast.tune.trial import Trial
 from holdfast.tune.tuner import BETTER, NOTHING, ONLY, STANDS, TuneOutcome
 from holdfast.units import format_duration
 
 VERSION = 1
 """Of the JSON. Names are added under it; one that changes its meaning or goes makes a new one."""
-LOSSY = ("kv_cache_dtype", "quantization")
 SMALLEST_TOLD = 0.05
 """Share by which a figure must differ to be named as a reason."""
 
@@ -69,6 +70,7 @@ class TuneResult(msgspec.Struct, frozen=True, kw_only=True):
     headroom: float
     traffic: TunedTraffic
     axes: list[Axis]
+    not_varied: list[LeftOut]
     combinations: int
     pruned: list[Pruned]
     trials: list[TriedConfiguration]
@@ -85,6 +87,8 @@ class TuneResult(msgspec.Struct, frozen=True, kw_only=True):
     interrupted: bool
     seconds: float
     lossy: bool
+    minutes_needed: int | None
+    """For a search and its proof, by what trials took; None: it had enough, or nothing is known."""
 
 
 def make_result(
@@ -102,6 +106,7 @@ def make_result(
     headroom: float,
     lossy: bool,
     seconds: float,
+    left_out: Sequence[LeftOut] = (),
 ) -> TuneResult:
     """`arrivals`: of the file; `replay`: of a trial."""
     kept = outcome.kept
@@ -125,6 +130,7 @@ def make_result(
             offered_per_s=len(replay) / trial_s,
         ),
         axes=space.axes,
+        not_varied=list(left_out),
         combinations=space.combinations,
         pruned=[*space.pruned, *_too_slow(outcome.slower)],
         trials=[_tried(trial) for trial in outcome.trials],
@@ -139,6 +145,7 @@ def make_result(
         interrupted=outcome.interrupted,
         seconds=seconds,
         lossy=lossy,
+        minutes_needed=None if outcome.needed_s is None else math.ceil(outcome.needed_s / 60),
     )
 
 

@@ -21,7 +21,8 @@ ALIKE_STEPS = 1.6
 """On a ladder: values so many steps apart have little to do with each other."""
 NOISE = 0.03
 """Share of a value that two runs of the same differ by."""
-LEAST_SPREAD = 0.02
+LEAST_SPREAD = 0.1
+"""Share of the mean that places which were not tried may differ by, even where all that were tried are alike."""
 WORTH = 0.001
 """Share of the best: less expected improvement is not worth a run."""
 SURE, LEAST_CHANCE = 0.1, 0.05

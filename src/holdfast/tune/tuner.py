@@ -9,6 +9,7 @@ in a test. Starts no server.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
 from typing import Protocol
@@ -17,7 +18,7 @@ import msgspec
 
 from holdfast.tune.configuration import DEFAULT, ServerConfiguration
 from holdfast.tune.gain import FEWEST_ROUNDS, MOST_ROUNDS, Gain, gain_of
-from holdfast.tune.search import Point, search, smoothed
+from holdfast.tune.search import FEWEST, Point, search, smoothed
 from holdfast.tune.trial import Stage, Trial, mean_merit, standing
 
 FASTEST = 64.0
@@ -25,7 +26,12 @@ FASTEST = 64.0
 FINALISTS = 3
 PROOF_SHARE = 0.5
 """Of the time, at most, that is kept for proving the gain."""
+ALIKE = 0.01
+"""Share of what the best is worth, by which another may be below it and count as equal."""
 OWN_PACE = 1.0
+SOME_SHARE, STEPS_BACK = 0.5, 3
+"""Of requests within the SLO: below it a pace is too fast to tell configurations apart; and how often half the way back
+is tried then."""
 KEPT_SHARE = 0.99
 """Of requests within the SLO: from there on a faster replay is needed to tell configurations apart."""
 
@@ -60,6 +66,8 @@ class TuneOutcome(msgspec.Struct, frozen=True, kw_only=True):
     ended: str
     """Why the search ended."""
     interrupted: bool = False
+    needed_s: float | None = None
+    """Where there was no time for a proof: what the search and its proof take, by what trials took."""
     slower: int = 0
     """Configurations that were not run because their device cannot answer so much at its very best."""
 
@@ -69,6 +77,18 @@ class TuneOutcome(msgspec.Struct, frozen=True, kw_only=True):
         mine = [trial for trial in self.trials if trial.configuration == self.kept]
         own = [trial for trial in mine if trial.speed == OWN_PACE]
         return all(standing(own or mine))
+
+
+def _plainest_first(
+    ordered: Sequence[ServerConfiguration], rank: Callable[[ServerConfiguration], tuple[object, float]]
+) -> list[ServerConfiguration]:
+    """Of those that are as good as the first, those with the fewest settings first: a setting that changes nothing is
+    one more to explain and to carry along."""
+    if not ordered:
+        return []
+    standing_of_first, most = rank(ordered[0])
+    alike = [one for one in ordered if rank(one)[0] == standing_of_first and rank(one)[1] >= (1 - ALIKE) * most]
+    return [*sorted(alike, key=lambda one: len(one.changes)), *(one for one in ordered if one not in alike)]
 
 
 class Tuner:
@@ -106,15 +126,28 @@ class Tuner:
     # Parts of it, in order.
 
     def _find_pace(self) -> None:
-        """Faster until the default no longer answers all in time."""
+        """Faster until the default no longer answers all in time, and back a little where it then answers next to
+        nothing: there all others fail as well, and none can be told from another."""
+        held_at = None
         while True:
             trial = self._try(DEFAULT, "default")
-            held = trial.held and trial.good_share >= KEPT_SHARE
-            if self._asked_speed is not None or not held or self._speed >= FASTEST:
+            if self._asked_speed is not None or self._left_s() < self._budget_s / 2:
                 return
-            if self._left_s() < self._budget_s / 2:
+            if not (trial.held and trial.good_share >= KEPT_SHARE):
+                break
+            if self._speed >= FASTEST:
                 return
+            held_at = self._speed
             self._speed *= 4.0 if (trial.times_limit or 1.0) < 0.25 else 2.0
+        for _ in range(STEPS_BACK if held_at is not None and not trial.died else 0):
+            if trial.good_share >= SOME_SHARE or self._left_s() < self._budget_s / 2:
+                return
+            failed_at, self._speed = self._speed, round(math.sqrt((held_at or OWN_PACE) * self._speed), 2)
+            slower = self._try(DEFAULT, "default")
+            if slower.held and slower.good_share >= KEPT_SHARE:
+                held_at, self._speed = self._speed, failed_at
+            else:
+                trial = slower
 
     def _search(self) -> None:
         # What comes after it: the finalists once more, rounds of two, and the kept one at the traffic's own pace.
@@ -138,7 +171,7 @@ class Tuner:
             choices.same_as,
             measure,
             lambda: self._left_s() - self._cost_s() > reserve_s,
-            known={0: self._of(DEFAULT)[-1].merit},
+            known={0: next(one.merit for one in reversed(self.trials) if one.speed == self._speed)},
             cannot_beat=cannot_beat,
         )
 
@@ -233,7 +266,8 @@ class Tuner:
         tried = dict.fromkeys(trial.configuration for trial in here if not trial.configuration.is_default)
         standings = {one: standing([trial for trial in here if trial.configuration == one]) for one in tried}
         lived = [one for one in tried if standings[one][0]]
-        return sorted(lived, key=lambda one: (standings[one], worth[places[one]]), reverse=True)
+        ordered = sorted(lived, key=lambda one: (standings[one], worth[places[one]]), reverse=True)
+        return _plainest_first(ordered, lambda one: (standings[one], worth[places[one]]))
 
     def _left_s(self) -> float:
         return self._ends_s - self._clock()
@@ -242,6 +276,11 @@ class Tuner:
         """Of a trial: the longest half, since a server that dies is quick."""
         costs = sorted(trial.seconds for trial in self.trials)
         return costs[(3 * len(costs)) // 4] if costs else 0.0
+
+    def _needed_s(self) -> float | None:
+        """The default, a short search, and a proof."""
+        trials = len(self._of(DEFAULT, "default")) + FEWEST + FINALISTS + 2 * MOST_ROUNDS + 1
+        return trials * self._cost_s() if self.trials else None
 
     def _so_far(self) -> TuneOutcome:
         """Nothing is said to be better that was not confirmed."""
@@ -273,5 +312,6 @@ class Tuner:
             trials=self.trials,
             ended=self._ended,
             interrupted=interrupted,
+            needed_s=self._needed_s() if verdict == UNCONFIRMED else None,
             slower=len(self._slower),
         )

@@ -163,7 +163,7 @@ def test_a_head_hears_of_a_node_that_has_no_such_model(tmp_path) -> None:
     port = free_port()
     began_s = time.monotonic()
     with waiting_head(port) as ended, pytest.raises(ModelNotFoundError, match=r"node 1 \(.*\): no model at"):
-        run_node(settings(port, model=str(tmp_path / "none")), ServerConfig())
+        run_node(settings(port, model=str(tmp_path / "none")), ServerConfig(), {}, ())
     assert time.monotonic() - began_s < SOON_S
     assert [type(error) for error in ended] == [ModelNotFoundError]
 

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 from deadlines import PATIENCE_S
-from rank_engines import PROMPTS, make, tokens
+from rank_engines import CROWD, PROMPTS, make, tokens, tokens_while_resized
 
 from holdfast import LLM, SamplingParams
 from holdfast.errors import EngineDiedError, EngineHungError
@@ -38,7 +38,7 @@ def vectors(llm: LLM) -> list[list[float]]:
 @pytest.fixture(scope="module")
 def of_one(tiny_model) -> dict[str, Any]:
     with make(tiny_model, 1) as llm:
-        return {"tokens": tokens(llm), "said": said(llm), "vectors": vectors(llm)}
+        return {"tokens": tokens(llm), "said": said(llm), "vectors": vectors(llm), "crowd": tokens(llm, CROWD)}
 
 
 TWO, FOUR = (1, 2), (2, 2)
@@ -73,6 +73,7 @@ def test_the_pool_changes_on_all_stages(pipeline: LLM, of_one: dict[str, Any]) -
     assert tokens(pipeline) == of_one["tokens"]
     pipeline._core.resize_kv(pipeline.info.blocks)
     assert tokens(pipeline) == of_one["tokens"]
+    assert tokens_while_resized(pipeline) == of_one["crowd"]
 
 
 @mostly_two

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from rank_engines import PROMPTS, make, tokens
+from rank_engines import CROWD, PROMPTS, make, tokens, tokens_while_resized
 
 from holdfast import LLM, SamplingParams
 from holdfast.records.structured import StructuredOutputsParams
@@ -25,7 +25,7 @@ def said(llm: LLM) -> list[tuple[object, ...]]:
 @pytest.fixture(scope="module")
 def by_one(tiny_model) -> dict[str, Any]:
     with make(tiny_model, 1) as llm:
-        return {"tokens": tokens(llm), "said": said(llm)}
+        return {"tokens": tokens(llm), "said": said(llm), "crowd": tokens(llm, CROWD)}
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +50,10 @@ def test_ranks_say_what_one_says(several: LLM, of_one) -> None:
     assert sum(row.kv_pool_bytes for row in rows) == several.info.kv_pool_bytes
     several._core.resize_kv(several.info.blocks // 2)
     assert tokens(several) == of_one
+
+
+def test_answers_go_on_while_the_pool_of_all_ranks_changes(several: LLM, by_one) -> None:
+    assert tokens_while_resized(several) == by_one["crowd"]
 
 
 def test_grammars_scores_and_seeds_are_those_of_one(several: LLM, by_one) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from aliased_memory import AliasedMemory
+from deadlines import PATIENCE_S
 from simulated_copies import SimulatedCopies
 
 from holdfast.config import EngineConfig
@@ -147,24 +148,27 @@ def test_ram_for_layers_that_leave_is_what_mlps_of_the_host_leave(config: Engine
 
 def test_experts_are_not_loaded_for_a_start_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would take minutes for nothing, and RAM from the next attempt."""
-    begun, loaded = threading.Event(), list[int]()
+    begun, given_up, loaded = threading.Event(), list[threading.Event](), list[int]()
+
+    def load_all(*arguments: Any) -> Any:
+        given_up.append(arguments[-1])
+        return host_copies.load_host_experts(*arguments)
 
     def load(loader: Any, layer: Any, activation: str) -> Any:
         loaded.append(layer.index)
         begun.set()
-        failed.wait(30)
+        given_up[0].wait(PATIENCE_S)
 
-    failed = threading.Event()
+    monkeypatch.setattr(placed_experts, "load_host_experts", load_all)
     monkeypatch.setattr(host_copies, "load_host_layer", load)
     monkeypatch.setattr(host_copies, "HOST_READERS", 1)
     places = expert_places(dict.fromkeys(range(4), 8), 4, dict.fromkeys(range(4), 1), dict.fromkeys(range(4), 8))
     plan: Any = SimpleNamespace(engine=SimpleNamespace(expert_places=places, quantize=None))
     with pytest.raises(KeyError), placed_experts.host_layers(plan, from_config(UNTIED), None):
-        fail(begun, failed)
+        fail_after(begun)
     assert loaded == [0]
 
 
-def fail(begun: threading.Event, failed: threading.Event) -> None:
-    assert begun.wait(30)
-    threading.Timer(0.1, failed.set).start()
+def fail_after(begun: threading.Event) -> None:
+    assert begun.wait(PATIENCE_S)
     raise KeyError

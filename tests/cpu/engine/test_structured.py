@@ -17,7 +17,7 @@ from deadlines import PATIENCE_S
 from pydantic import BaseModel, ConfigDict, Field
 
 from holdfast import LLM, GuidedDecodingParams, SamplingParams, StructuredOutputsParams
-from holdfast.engine.core import masks
+from holdfast.engine.core import masks, structured_outputs
 from holdfast.engine.core.loop import EngineCore
 from holdfast.engine.core.structured_outputs import StructuredOutputManager
 from holdfast.errors import GrammarError, RequestError
@@ -119,6 +119,14 @@ def test_a_random_model_writes_valid_json_or_says_that_it_was_cut(tiny: LLM) -> 
     assert any(answer.finish_reason == "stop" for answer in answers)
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verdicts come in time, however long a worker has to wait for a processor: else an end is a token more."""
+    monkeypatch.setattr(structured_outputs, "VERDICT_S", PATIENCE_S)
+    monkeypatch.setattr(structured_outputs, "VERDICT_CPU_S", PATIENCE_S)
+
+
+@pytest.mark.usefixtures("patient")
 def test_the_end_of_the_form_is_the_end_and_no_token_is_wasted(tiny: LLM) -> None:
     (answer,) = ask(tiny, [SamplingParams(max_tokens=20, structured_outputs=held(choice=["red"]))])
     assert (answer.text, answer.finish_reason) == ("red", "stop")
@@ -130,6 +138,7 @@ def test_the_end_of_the_form_is_the_end_and_no_token_is_wasted(tiny: LLM) -> Non
     assert cut.finish_reason == "length"
 
 
+@pytest.mark.usefixtures("patient")
 def test_older_names_and_a_bound_on_the_end(tiny: LLM) -> None:
     """ignore_eos and min_tokens cannot lengthen what is complete; an end that may come is held back by min_tokens."""
     params = [
@@ -144,6 +153,22 @@ def test_older_names_and_a_bound_on_the_end(tiny: LLM) -> None:
     assert len(late.token_ids) >= 9
     assert re.fullmatch("a*", late.text)
     assert (ended.text, ended.finish_reason, ended.token_ids) == ("", "stop", [2])
+
+
+@pytest.mark.usefixtures("patient")
+def test_verdicts_that_are_late_change_no_answer(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor do they fail one whose end is forbidden, or does not count."""
+    forms = [held(choice=["red"]), held(regex="a{2,3}"), held(regex="a*")]
+    wishes: list[dict[str, Any]] = [{}, {"ignore_eos": True}, {"min_tokens": 9}, {"ignore_eos": True, "min_tokens": 9}]
+    params = [
+        SamplingParams(max_tokens=20, seed=seed, structured_outputs=form, **wish)
+        for seed, (form, wish) in enumerate(itertools.product(forms, wishes))
+    ]
+    in_time = ask(tiny, params)
+    monkeypatch.setattr(StructuredOutputManager, "_wait_for_verdicts", lambda *_: None)
+    for asked, expected, late in zip(params, in_time, ask(tiny, params), strict=True):
+        assert (late.token_ids, late.text) == (expected.token_ids, expected.text), asked
+        assert late.finish_reason == expected.finish_reason
 
 
 FREE = [
@@ -321,7 +346,7 @@ def opened(llm: LLM, core: EngineCore, *requests: Request) -> list[psutil.Proces
     for one in requests:
         core.add(one)
     assert isinstance(core.structured_output, StructuredOutputManager)
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + PATIENCE_S
     while not all(state.filled for state in core.structured_output._compiling.values()):
         core.structured_output._workers.poll(0.1)
         assert time.monotonic() < deadline_s

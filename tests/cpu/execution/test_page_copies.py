@@ -11,56 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from deadlines import PATIENCE_S
+from late_tiers import AsGpu, disk_places, pinned
 from simulated_copies import SimulatedCopies
 
-from holdfast.execution.streaming.pinned_memory import PinnedMemory
-from holdfast.execution.tiers.disk import DiskReads
-from holdfast.execution.tiers.gpu import PIECE_BYTES, DiskPlaces, GpuPageCopies, HostMemory, piece_bytes
-from holdfast.footprint.cpu import staging_stride
+from holdfast.execution.tiers.gpu import PIECE_BYTES, GpuPageCopies, HostMemory, piece_bytes
 from holdfast.kvcache import KVCache, Tier, TierLimits
 from holdfast.prefix_store import PrefixStore
 from holdfast.records import Request, SamplingParams
 from holdfast.scheduler.limits import SchedulerLimits
 from holdfast.scheduler.scheduler import Scheduler
 
-CPU = torch.device("cpu")
 SPREAD = {"full": None, "window": 9}
-
-
-def pinned(sizes: list[int], ready: Callable[[int], int] = lambda address: 0) -> PinnedMemory:
-    return PinnedMemory(
-        sizes,
-        CPU,
-        pin=lambda address, nbytes: ready(address),
-        unpin=lambda addresses, device: None,
-        background=range(len(sizes)),
-    )
-
-
-def disk_places(store: PrefixStore, page_bytes: int) -> DiskPlaces:
-    stride = staging_stride(page_bytes)
-    memory = pinned([8 * stride]).pieces[0]
-    reads = DiskReads(store, page_bytes, 4, memoryview(memory.numpy())[: 4 * stride])
-    return DiskPlaces(store, reads, memory, page_bytes, stride)
-
-
-class AsGpu:
-    """The GPU's copies below a runner on a CPU: launched as it launches them, and told of as it tells."""
-
-    def __init__(self, copies: GpuPageCopies) -> None:
-        self.copies, self.tiers = copies, copies.tiers
-
-    def begin(self, plan: Any) -> None:
-        self.copies.begin(plan)
-
-    def end(self, plan: Any, kv: Any) -> tuple[list[int], list[int]]:
-        self.copies.launch_stores(plan)
-        return self.copies.over(not plan.rows)
-
-    def close(self) -> None:
-        self.copies.close()
 
 
 @pytest.mark.parametrize("kind", SPREAD)

@@ -14,12 +14,15 @@ from typing import Any
 
 import pytest
 from deadlines import PATIENCE_S
+from late_tiers import AsGpu, disk_places
+from simulated_copies import SimulatedCopies
 
 from holdfast.engine.core.loop import EngineCore
 from holdfast.execution.tiers import disk
 from holdfast.execution.tiers.cpu import CpuPageCopies
 from holdfast.execution.tiers.disk import LATE_S, DiskReads
-from holdfast.footprint.cpu import staging_places
+from holdfast.execution.tiers.gpu import GpuPageCopies
+from holdfast.footprint.cpu import staging_places, staging_stride
 from holdfast.kvcache import KVCache, Tier, TierLimits
 from holdfast.prefix_store import PrefixStore
 from holdfast.records import BlockCopy, Request, SamplingParams
@@ -173,6 +176,36 @@ class HungStore:
             return self.store.read(wanted, done)
         self.hung.append((wanted, done))
         return SimpleNamespace(cancel=lambda: None)
+
+
+@pytest.mark.parametrize("as_gpu", [False, True], ids=["CPU", "GPU"])
+def test_all_of_a_long_prefix_is_written_through_few_places(
+    as_gpu: bool, tmp_path: Path, oracles: Callable[..., Any], driver_for: Callable[..., Any]
+) -> None:
+    """A page of a large model is megabytes: a few dozen may wait for the disk, and a prompt has a thousand."""
+    runner = driver_for(oracles("Llama"), blocks=60, slots=4, budget=32).runner
+    page = runner.layout.page_bytes
+    store = PrefixStore.open(
+        tmp_path, size_bytes=64 << 20, page_bytes=page, model=b"m", beat_s=0.05, queue_bytes=6 * staging_stride(page)
+    )
+    copies: Any = CpuPageCopies(store, page)
+    if as_gpu:
+        places = disk_places(store, page)  # Four each way.
+        copies = AsGpu(GpuPageCopies(lambda: runner.kv.pages, page, SimulatedCopies(1), lambda: False, None, places))
+    runner.use_tiers(copies)
+    kv = KVCache(runner.layout, 60, True, TierLimits(most_writing=4 if as_gpu else 64), store)
+    limits = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=200)
+    core, prompt = EngineCore(Scheduler(limits, kv), runner), [5, 6, 7, 8] * 40
+    for name in ("first", "second"):
+        params = SamplingParams(temperature=0.0, max_tokens=2)
+        core.add(Request(request_id=name, prompt_token_ids=prompt, params=params))
+        while core.has_work:
+            core.step()
+            core.scheduler.check_invariants()
+    store.close(PATIENCE_S)
+    assert store.stats().pages == len(prompt) // 4 - 1
+    assert store.stats().dropped == {}
+    assert core.stats().failed_copies_total == 0
 
 
 @pytest.mark.parametrize("blocks", [22, 40], ids=["fewer pages", "more pages"])

@@ -250,10 +250,9 @@ class Terminal:
             time.sleep(0.005)
 
     def wait_for(self, words: str) -> str:
-        """Everything up to and with the words."""
-        deadline = time.monotonic() + PATIENCE_S
+        """Everything up to and with the words. A model is loaded, and some of it is said, meanwhile."""
         while words not in self._seen:
-            assert select.select([self._ours], [], [], max(0, deadline - time.monotonic()))[0], self._seen
+            assert select.select([self._ours], [], [], PATIENCE_S)[0], self._seen
             self._seen += os.read(self._ours, 65536).decode()
         before, _, self._seen = self._seen.partition(words)
         return before + words

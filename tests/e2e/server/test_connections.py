@@ -229,6 +229,7 @@ def get(client: socket.socket, path: str) -> tuple[bytes, bytes]:
 
 def test_one_request_too_many_is_told_so_and_probes_are_answered(launch, monkeypatch):
     monkeypatch.setattr(accepting, "RESERVE", 2)
+    monkeypatch.setattr(connection, "FULL_TIMEOUT_S", PATIENCE_S)
     server = launch(max_connections=2)
     with running_requests(server, 2), contextlib.ExitStack() as open_ones:
         head, body = get(open_ones.enter_context(connect(server)), "/v1/models")
@@ -250,6 +251,7 @@ def test_beyond_the_reserve_nothing_is_read(launch, monkeypatch):
 
 def test_the_reserve_cannot_be_taken_by_who_asks_for_nothing(launch, monkeypatch):
     monkeypatch.setattr(accepting, "RESERVE", 2)
+    monkeypatch.setattr(connection, "FULL_TIMEOUT_S", PATIENCE_S)  # They make room without that, too.
     server = launch(max_connections=2)
     with running_requests(server, 2), contextlib.ExitStack() as open_ones:
         for _ in range(5):

@@ -73,8 +73,9 @@ def test_the_planted_optimum_is_found_and_proven(traffic: Path, capsys: pytest.C
 
 @pytest.mark.usefixtures("vllm")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_gives_what_is_known_so_far(traffic: Path, number: signal.Signals) -> None:
-    command = [sys.executable, "-m", "holdfast", *words(traffic, "--minutes", "5")]
+def test_ctrl_c_gives_what_is_known_so_far_and_keeps_it(traffic: Path, number: signal.Signals) -> None:
+    kept = traffic.with_name("trials")
+    command = [sys.executable, "-m", "holdfast", *words(traffic, "--minutes", "5", "--resume", str(kept))]
     command.remove("--quiet")
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0)
     assert run.stderr is not None
@@ -82,8 +83,10 @@ def test_ctrl_c_gives_what_is_known_so_far(traffic: Path, number: signal.Signals
         assert line, run.wait(PATIENCE_S)
     time.sleep(0.3)
     os.killpg(run.pid, number)
-    said, _ = run.communicate(timeout=PATIENCE_S)
+    said, progress = run.communicate(timeout=PATIENCE_S)
     found = json.loads(said)
+    assert "the same command goes on" in progress
+    assert len(kept.read_text().splitlines()) == 1 + len(found["trials"])
     assert run.returncode == 130
     assert found["interrupted"]
     assert len(found["trials"]) >= 2
@@ -103,6 +106,14 @@ def test_what_cannot_be_tuned_is_refused(
     assert main(["tune", "http://127.0.0.1:8000", *ours[2:]]) == 2
     assert "holdfast bench http://127.0.0.1:8000" in capsys.readouterr().err
     assert main(["tune", "./no-such-model", *ours[2:]]) == 2
+    assert main([*ours, "--kv-store", "/disk"]) == 2  # It could not be of use: nothing is known to be in common.
+    assert "--prefix-tokens 1000" in capsys.readouterr().err
+    for disk in ("--kv-store", "--nvme-path"):
+        assert main([*ours, "--engine", "vllm", disk, "/disk"]) == 2
+        assert f"leave {disk} out" in capsys.readouterr().err
+    assert main([*ours, "--prefixes", "0"]) == 2
+    assert main([*ours, "--serve-flags", "--kv-store /disk"]) == 2
+    assert "would find them" in capsys.readouterr().err
     assert main([*ours, "--speed", "fast"]) == 2
     assert main([*ours, "--minutes", "0"]) == 2
     assert main(["tune", "smollm2", "--slo", "ttft=1s"]) == 2

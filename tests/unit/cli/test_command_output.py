@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import signal
 import subprocess
 import sys
+import termios
+import time
 from typing import Any
 
 import pytest
+from deadlines import PATIENCE_S
 
 from holdfast.cli.commands import plan
 from holdfast.cli.commands.running import ps
@@ -47,6 +52,28 @@ def to_nobody(*words: str) -> subprocess.CompletedProcess[bytes]:
 def test_a_reader_that_left_changes_no_exit_code(words: tuple[str, ...], code: int) -> None:
     done = to_nobody(*words)
     assert (done.returncode, done.stderr) == (code, b"")
+
+
+@pytest.mark.parametrize("unbuffered", ["1", ""])
+def test_an_interrupted_write_loses_nothing(unbuffered: str) -> None:
+    """Of a process that is stopped while it waits for its reader."""
+    code = "from holdfast.cli.output import say_json; say_json(list(range(100_000)))"
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment) as process:
+        assert process.stdout is not None
+        deadline_s, before = time.monotonic() + PATIENCE_S, -1
+        while (now := waiting_bytes(process.stdout.fileno())) != before or not now:  # Until the pipe is full.
+            assert time.monotonic() < deadline_s
+            before = now
+            time.sleep(0.05)
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        process.send_signal(signal.SIGCONT)
+        assert json.loads(process.stdout.read()) == list(range(100_000))
+
+
+def waiting_bytes(reader: int) -> int:
+    return int.from_bytes(fcntl.ioctl(reader, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
 def test_a_full_disk_is_said() -> None:

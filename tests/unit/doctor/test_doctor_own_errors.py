@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
+
 import pytest
 
 from holdfast.cli.fatal import command_line, say_fatal
 from holdfast.doctor import diagnose_lines
+from holdfast.doctor.command.parse import parse_command
 from holdfast.doctor.rules.load import rulebook
 from holdfast.errors import DoesNotFitError, EngineDiedError
 from holdfast.observability.codes import codes
@@ -141,3 +144,19 @@ def test_a_key_is_hidden_however_its_flag_is_spelled():
     for flag in ("--api-key", "--api_key"):
         assert "sk-1" not in command_line(["serve", flag, "sk-1"])
         assert command_line(["serve", f"{flag}=sk-1"]) == f'holdfast serve {flag}="${{API_KEY:?}}"'
+
+
+def test_each_secret_has_a_variable_of_its_own():
+    words = ["serve", "m", "--node-secret", "hunter222", "--api-key", "sk-1", "--node_secret=hunter222"]
+    shown = (
+        'holdfast serve m --node-secret "${HOLDFAST_NODE_SECRET:?}" --api-key "${API_KEY:?}"'
+        ' --node_secret="${HOLDFAST_NODE_SECRET:?}"'
+    )
+    assert command_line(words) == shown
+    assert command_line(shlex.split(shown)[1:]).count("HOLDFAST_NODE_SECRET") == 2
+    read = parse_command("holdfast serve m --node-secret hunter222 --api-key sk-1 --hf-token hf_1 --port 1")
+    assert read is not None
+    assert read.with_changes({"--port": "2"}) == (
+        'holdfast serve m --node-secret "${HOLDFAST_NODE_SECRET:?}" --api-key "${API_KEY:?}"'
+        ' --hf-token "${HF_TOKEN:?}" --port 2'
+    )

@@ -19,6 +19,7 @@ from holdfast.doctor.rules.load import Blind, Rule, rulebook
 RECORDS = Path(__file__).parents[3] / "benchmarks" / "results" / "2026-11-18-doctor-blind-records.json"
 VLLM = "INFO 03-11 09:13:43 api_server.py:151] vLLM API server version 0.10.0"
 SAYS = {
+    "holdfast": "2026-11-18 14:15:10 INFO holdfast: holdfast 0.1.0",
     "vllm": VLLM,
     "llama.cpp": "build: 7585 (0f89d2ecf) with GNU 13.3.0 for Linux x86_64",
     "ollama": 'time=2026-01-20T13:24:50.423Z level=INFO source=routes.go:1511 msg="Listening on 127.0.0.1:11434 (version 0.12.6)"',

@@ -23,7 +23,7 @@ heads_not_divisible, quant_shape_mismatch, dtype_unsupported_gpu, kernel_image_m
 driver_too_old, nvcc_missing, slow_attention_backend, arch_unsupported, tokenizer_mismatch,
 chat_template_missing, gated_or_missing_model, corrupt_download, context_length_exceeded_request,
 encoder_cache_too_small, preemption_thrash, throughput_decay, prefix_caching_unused,
-stream_buffered, not_ready_yet, timeout_or_hang, lora_rank, bad_flag, other"""
+stream_buffered, not_ready_yet, nodes_apart, timeout_or_hang, lora_rank, bad_flag, other"""
 ROOTS = {"configuration_overshoot", "kv_blowout", "concurrency_misjudged", "does_not_fit", "not_memory"}
 PHASES = {"args", "download", "load", "profile", "capture", "warmup", "serve", "request", ""}
 WANT_LESS = {

@@ -24,6 +24,8 @@ from holdfast.rescue.masking import secret_values, shown, shown_change
     [
         ("vllm serve m --api-key k-1 k-2 --port 80", 'vllm serve m --api-key "${API_KEY:?}" "${API_KEY_2:?}" --port 80',
          {"k-1", "k-2"}),
+        ("holdfast serve m --node-secret abcdefgh", 'holdfast serve m --node-secret "${HOLDFAST_NODE_SECRET:?}"',
+         {"abcdefgh"}),
         ("vllm serve m --api-keyy=abcd", 'vllm serve m --api-keyy="${API_KEYY:?}"', {"abcd"}),
         ("HF_TOKEN=abcd nice -n 5 vllm serve m", 'HF_TOKEN="${HF_TOKEN:?}" nice -n 5 vllm serve m', {"abcd"}),
         ("env VLLM_API_KEY=abcd vllm serve m", 'env VLLM_API_KEY="${VLLM_API_KEY:?}" vllm serve m', {"abcd"}),

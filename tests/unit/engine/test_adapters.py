@@ -83,11 +83,27 @@ def test_one_is_known_by_name_until_it_is_unloaded(adapters: Adapters, save: Sav
     with pytest.raises(AdapterError, match="already been loaded"):
         adapters.load("mine", str(folder))
     again = adapters.load("mine", str(folder), in_place=True)
-    assert again.number > ref.number  # Nothing cached of the first is taken for the second's.
+    assert again.number > ref.number  # Nothing loaded of the first is taken for the second's.
     assert adapters.unload("mine") == again
     assert adapters.named("mine") is None
     with pytest.raises(AdapterError, match="is not loaded"):
         adapters.unload("mine")
+
+
+def test_prefixes_belong_to_the_files_whatever_was_loaded_before_them(
+    adapters: Adapters, spec: ModelSpec, save: Save
+) -> None:
+    """A restarted server finds them on disk, though its adapters come in another order."""
+    folder = save()
+    ref = adapters.load("mine", str(folder))
+    restarted = Adapters(spec, "llama-tiny", EngineConfig(enable_lora=True, max_lora_rank=8), None)
+    other = restarted.load("another", str(save("allowed/other")))
+    same = restarted.load("mine", str(folder))
+    assert same.number != ref.number
+    assert same.salt == ref.salt != other.salt
+    weights = folder / "adapter_model.safetensors"
+    os.utime(weights, ns=(1, 1))
+    assert restarted.load("mine", str(folder), in_place=True).salt != ref.salt
 
 
 def test_only_folders_allowed_at_start(adapters: Adapters, save: Save, tmp_path: Path) -> None:

@@ -284,14 +284,30 @@ def test_an_answer_that_was_complete_when_its_worker_died_still_ends(
     manager.advance_grammar("0", ord("a"))
     filled(manager, "0")
     os.kill(workers(manager)[Lane.NEW], signal.SIGSTOP)
-    # The verdict does not come: the answer goes on, and nothing but its end may follow.
+    # The verdict does not come: the answer goes on, until it is known.
     monkeypatch.setattr(module, "VERDICT_S", 0.1)
     assert manager.advance_grammar("0", ord("b")) is Verdict.GOES_ON
     monkeypatch.setattr(module, "VERDICT_S", PATIENCE_S)
     os.kill(workers(manager)[Lane.NEW], signal.SIGKILL)
-    words = filled(manager, "0").words
-    assert numpy.flatnonzero(numpy.unpackbits(words.view(numpy.uint8), bitorder="little")).tolist() == [END]
-    assert manager.advance_grammar("0", END) is Verdict.ENDED
+    filled(manager, "0")
+    assert manager.advance_grammar("0", END) is Verdict.OVER
+
+
+@pytest.mark.parametrize("sampled", [END, ord("b")], ids=["an end", "anything, where ends are forbidden"])
+def test_an_answer_that_is_complete_ends_though_its_worker_is_late_again(
+    manager: StructuredOutputManager, monkeypatch: pytest.MonkeyPatch, sampled: int
+) -> None:
+    monkeypatch.setattr(module, "VERDICT_S", 0.1)
+    manager.begin(ask(0, "a"))
+    formed(manager, 1)
+    filled(manager, "0")
+    worker = psutil.Process(workers(manager)[Lane.NEW])
+    worker.suspend()
+    assert manager.advance_grammar("0", ord("a")) is Verdict.GOES_ON
+    worker.resume()
+    filled(manager, "0")
+    worker.suspend()
+    assert manager.advance_grammar("0", sampled) is Verdict.OVER
 
 
 def test_a_worker_that_hangs_is_replaced(manager: StructuredOutputManager, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,17 +7,29 @@ import json
 import msgspec
 
 from holdfast.observability.ledger import (
+    KVMemory,
     Ledger,
+    LoadingMemory,
     ProcessMemory,
     asleep_ledger,
     ledger_lines,
     make_ledger,
     summary_lines,
     term_lines,
+    use_lines,
 )
 from holdfast.observability.metrics.engines import EngineSource
 from holdfast.observability.metrics.registry import ServingMetrics
-from holdfast.records import EngineInfo, EngineStats, ExpertUse, LinkUse, LowerTier, MemoryReport, MemoryTerm
+from holdfast.records import (
+    EngineInfo,
+    EngineStats,
+    ExpertUse,
+    LinkUse,
+    LowerTier,
+    MemoryReport,
+    MemoryTerm,
+    RankMemory,
+)
 
 MIB = 1 << 20
 
@@ -256,3 +268,24 @@ def test_pages_that_a_gpu_left_in_ram_for_its_sleep_are_told_of() -> None:
         assert found is not None
         assert {term.term: term.measured_bytes for term in found.terms if term.planned_bytes == 50 * MIB} == told
         assert [tier.measured_bytes for tier in found.tiers] == [0, *([kept] if kept else [])]
+
+
+def test_ranks_of_several_nodes_are_told_apart_and_those_of_one_are_not() -> None:
+    ranks = [
+        RankMemory(rank=rank, pid=70 + rank, threads=1, heads=2, kv_heads=1, planned_weights_bytes=1, weights_bytes=1,
+                   kv_pool_bytes=1, node=rank)
+        for rank in range(2)
+    ]  # fmt: skip
+    (first, second) = _rank_rows(ranks)
+    assert first.startswith("node 0 rank 0 (pid 70): ")
+    assert second.startswith("node 1 rank 1 (pid 71): ")
+    (alone,) = _rank_rows(ranks[:1])
+    assert alone.startswith("rank 0 (pid 70): ")
+
+
+def _rank_rows(ranks: list[RankMemory]) -> list[str]:
+    kv = KVMemory(page_bytes=1, blocks=1, blocks_touched=0, blocks_used=0)
+    loading = LoadingMemory(planned_bytes=0, peak_bytes=0)
+    return use_lines(
+        Ledger(model="m", tiers=[], terms=[], processes=[], kv=kv, loading=loading, decisions=[], ranks=ranks)
+    )

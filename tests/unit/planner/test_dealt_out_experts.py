@@ -143,8 +143,8 @@ def test_of_whole_experts_one_is_read_at_a_time() -> None:
     weights = Same(EngineWeights(layers, stored))
     expert = stored["layers.0.experts.gate"].nbytes // 10
     dealt = rank_shares(weights, 2, 1, "linear", **how).staging_bytes(**how)
-    assert dealt == 2 * (STAGING_BYTES + expert)
-    assert rank_shares(weights, 2, 1, **how).staging_bytes(**how) > dealt
+    assert dealt == (STAGING_BYTES + expert,) * 2
+    assert min(rank_shares(weights, 2, 1, **how).staging_bytes(**how)) > max(dealt)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 import pytest
 from planned_llama import LLAMA_3_8B
 
@@ -12,7 +14,14 @@ from holdfast.hardware import Memory, Processor
 from holdfast.models import from_config
 from holdfast.planner import Plan, make_cpu_plan
 from holdfast.planner.report.text import lines
-from holdfast.planner.serve.shares.nodes import NodeMemory, available_everywhere, fit_nodes, node_terms, page_bytes
+from holdfast.planner.serve.shares.nodes import (
+    NodeMemory,
+    available_everywhere,
+    fit_nodes,
+    node_loading,
+    node_terms,
+    page_bytes,
+)
 from holdfast.units import GIB
 
 SPEC = from_config(LLAMA_3_8B)
@@ -47,6 +56,29 @@ def test_what_nodes_take_is_what_all_ranks_take(sizes: dict[str, int]) -> None:
     for name, size in plan.terms.items():
         if name != "kv_pool":
             assert sum(part[name] for part in parts) >= size - 2
+
+
+def test_staging_is_counted_where_ranks_read() -> None:
+    """The first and the last stage have a matrix of the vocabulary, which is the largest that is read."""
+    plan = planned(settings(tensor_parallel_size=2, pipeline_parallel_size=3, nnodes=3))
+    first, middle, last = (node_loading(plan, node, 3)["staging"] for node in range(3))
+    assert middle < first / 3
+    assert middle < last / 3
+    assert first + middle + last == next(term.nbytes for term in plan.ranks[0].loading if term.name == "staging")
+    activations = [node_terms(plan, node, 3)["activations"] for node in range(3)]
+    assert activations[2] > activations[1]  # It has the logits of its part of the vocabulary.
+    assert sum(activations) == plan.terms["activations"]
+
+
+def test_a_node_that_cannot_hold_what_its_ranks_read_is_named_before_they_load() -> None:
+    config = settings(tensor_parallel_size=2, pipeline_parallel_size=3, nnodes=3, max_model_len=512)
+    plan = planned(config)
+    serving = sum(node_terms(plan, 2, 3).values()) + plan.engine.blocks * page_bytes(plan, 2, 3)
+    small = NodeMemory(int(serving / config.gpu_memory_utilization) + GIB, "small")
+    fit_nodes(plan, config, [NodeMemory(FREE), small, NodeMemory(FREE)])
+    with pytest.raises(DoesNotFitError, match=r"node 2 \(small\) cannot hold ranks 4 to 5 while they load") as refused:
+        fit_nodes(plan, config, [NodeMemory(FREE), NodeMemory(FREE), small])
+    assert "of staging (what is read at a time)" in str(refused.value)
 
 
 def test_equal_nodes_hold_what_was_planned() -> None:
@@ -84,12 +116,112 @@ def test_after_loading_the_node_with_least_room_decides() -> None:
     assert available_everywhere(plan, config, [100 * parts[0], 60 * parts[1]], [0, 10 * parts[1]]) == 50 * page
 
 
+ASKED = {"model": "llama-3-8b", "device": "cpu", "ram": "12GiB", "dtype": "bfloat16", "max_model_len": 4096}
+
+
 def test_plan_counts_the_memory_of_all_nodes_and_names_the_node_of_each_rank() -> None:
-    asked = {"model": "llama-3-8b", "device": "cpu", "ram": "12GiB", "dtype": "bfloat16", "max_model_len": 4096}
-    alone = ask(**asked)
-    found = ask(**asked, pipeline_parallel_size=2, nnodes=2)
+    alone = ask(**ASKED)
+    found = ask(**ASKED, pipeline_parallel_size=2, nnodes=2)
     assert (alone.fits, found.fits) == (False, True)
     assert [row["node"] for row in found.to_json()["ranks"]] == [0, 1]
-    assert "--nnodes 2" in "\n".join(lines(found))
-    with pytest.raises(ConfigurationError, match="1 ranks are not on 2 nodes"):
-        ask(**asked, nnodes=2)
+    with pytest.raises(ConfigurationError, match=r"1 rank \(-tp 1 x -pp 1\) cannot be on 2 nodes"):
+        ask(**ASKED, nnodes=2)
+
+
+def test_plan_has_a_box_and_a_command_for_each_node() -> None:
+    found = ask(**ASKED, pipeline_parallel_size=2, nnodes=2)
+    printed = "\n".join(lines(found, width=300))
+    assert "on 2 nodes, each with cpu: fits" in printed
+    for node in ("Node 0  cpu  12.00 GiB, budget 12.00 GiB", "Node 1  cpu  12.00 GiB, budget 12.00 GiB"):
+        assert node in printed
+    devices = found.to_json()["devices"]
+    assert [one["index"] for one in devices] == [0, 1]
+    assert "front" in devices[0]["terms"]
+    assert "front" not in devices[1]["terms"]
+    assert sum(one["terms"]["weights"] for one in devices) == found.fit.weights_bytes
+    first, second = found.commands["holdfast"].nodes
+    assert "--ram 12288MiB" in first  # Of each, as `serve` takes it.
+    assert "--device cpu --node-rank 0 --master-addr HEAD" in first
+    assert "--headless" not in first
+    assert second.endswith("--nnodes 2 --device cpu --node-rank 1 --master-addr HEAD --headless")
+    assert found.commands["holdfast"].text == first
+    assert found.to_json()["node_commands"]["holdfast"] == [first, second]
+    for words in (first, second, "export HOLDFAST_NODE_SECRET=", "# node 0, the head: it serves the API", "# node 1"):
+        assert words in printed
+    assert "HEAD:" in found.commands["sglang"].nodes[1]
+    assert found.commands["llama.cpp"].lacks
+
+
+def test_many_nodes_are_written_once_where_only_their_number_differs() -> None:
+    found = ask(**ASKED, pipeline_parallel_size=8, nnodes=8)
+    printed = "\n".join(lines(found, width=300))
+    assert printed.count("holdfast serve") == 4
+    assert "# nodes 3 to 7, each with its own --node-rank" in printed
+    assert len(found.commands["holdfast"].nodes) == 8
+
+
+def test_a_printed_command_for_each_node_is_taken_by_serve() -> None:
+    from holdfast.cli.commands import serve
+    from holdfast.cli.main import parse_command_line
+
+    found = ask(**ASKED, tensor_parallel_size=2, pipeline_parallel_size=2, nnodes=2)
+    for node, text in enumerate(found.commands["holdfast"].nodes):
+        _, arguments = parse_command_line(shlex.split(text)[1:])
+        engine, server = serve.read_settings(arguments)
+        assert (engine.node_rank, engine.nnodes, engine.ram, server.headless) == (node, 2, 12 * GIB, node == 1)
+
+
+def test_the_budget_of_a_printed_command_is_that_of_the_machine_with_several_engines_too() -> None:
+    found = ask(**ASKED | {"ram": "48GiB"}, data_parallel_size=2)
+    assert "--ram 49152MiB" in found.commands["holdfast"].text
+
+
+def test_ranks_on_a_cpu_say_so_in_their_command_and_llama_cpp_splits_nothing_there() -> None:
+    found = ask(**ASKED | {"ram": "48GiB"}, tensor_parallel_size=2)
+    assert "--device cpu" in found.commands["holdfast"].text
+    assert "-sm layer" not in found.commands["llama.cpp"].text
+    assert "GPUs" not in " ".join(found.commands["llama.cpp"].notes)
+
+
+def test_the_head_of_equal_nodes_has_more_to_hold_and_decides() -> None:
+    """Both together hold it: the API's memory is on the first."""
+    rows = ask(**ASKED, pipeline_parallel_size=2, nnodes=2).to_json()["devices"]
+    taken = [sum(row["terms"].values()) - row["terms"]["kv_pool"] for row in rows]
+    assert taken[0] > taken[1]
+    between = (taken[0] + taken[1]) // 2 + (rows[0]["kv_needed_bytes"] + rows[1]["kv_needed_bytes"]) // 2
+    small = ask(**ASKED | {"ram": str(between + (2 << 20))}, pipeline_parallel_size=2, nnodes=2)
+    assert not small.fits
+    assert small.fit.short_bytes > 0
+
+
+def test_the_pool_is_what_the_node_with_the_least_room_holds() -> None:
+    found = ask(**ASKED | {"ram": "10GiB"}, pipeline_parallel_size=2, nnodes=2)
+    (pool,) = [one for one in found.decisions if one.field == "kv_pool"]
+    assert "node 0 holds no more; all together would hold" in pool.reason
+    for row in found.to_json()["devices"]:
+        assert sum(row["terms"].values()) <= row["budget_bytes"]
+
+
+def test_the_books_of_a_server_are_those_of_its_own_machine() -> None:
+    """Processes of others cannot be measured here: their plan beside these would look like memory that is missing."""
+    from holdfast.engine.ranks.messages import Measured
+    from holdfast.engine.startup.build import _settled
+
+    plan = planned(settings(tensor_parallel_size=2))
+    names = ("framework", "libraries", "weights", "activations")
+    ranks = [
+        Measured(dict.fromkeys(names, 100 * rank), nameless_bytes=0, given_back_bytes=rank, peak_bytes=rank)
+        for rank in range(1, 5)
+    ]
+    _, report = _settled(plan, ranks, [], plan.device.free_bytes)
+    terms = {term.term: term for term in report.terms}
+    assert report.total_bytes == FREE
+    assert report.budget_bytes == plan.budget_bytes // 2
+    assert report.limited_by == "machine; node 0 of 2, this one"
+    assert terms["weights"].planned_bytes == sum(plan.engine.rank_weights[:2])
+    assert terms["weights"].measured_bytes == 100 + 200
+    assert terms["libraries"].measured_bytes == 200
+    assert terms["kv_pool"].planned_bytes == plan.engine.blocks * page_bytes(plan, 0, 2)
+    assert report.page_bytes == page_bytes(plan, 0, 2)
+    assert (report.given_back_bytes, report.loading_peak_bytes) == (3, 3)
+    assert report.loading_bytes == sum(node_loading(plan, 0, 2).values())

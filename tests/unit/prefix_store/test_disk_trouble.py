@@ -47,6 +47,31 @@ def test_errors_of_reading_are_misses(tmp_path: Path) -> None:
     store.close(DEADLINE_S)
 
 
+def test_a_slow_disk_says_how_many_pages_may_wait_for_it(tmp_path: Path) -> None:
+    store, gate, keys = opened(tmp_path / "store", queue_bytes=3 * PAGE_BYTES), threading.Event(), KEYS
+
+    def late(memory: memoryview) -> None:
+        gate.wait(30)
+        memory[:PAGE_BYTES] = page_of(keys[0])
+
+    assert store.room() == 3
+    assert store.write(keys[0], late)
+    page = memoryview(page_of(keys[1]))
+    assert store.write(keys[1], page)
+    assert store.room() == 1
+    assert store.write(keys[2], page)
+    assert store.room() == 0
+    assert store.takes(), "it is slow, and well"
+    assert not store.write(keys[3], page)
+    gate.set()
+    until(lambda: store.room() == 3)
+    store.close(5)
+    never = opened(tmp_path / "other", queue_bytes=PAGE_BYTES // 2)
+    assert never.room() == 0
+    assert not never.takes(), "else it would be waited for"
+    never.close(5)
+
+
 def test_errors_of_writing_are_drops_told_once_and_tried_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -292,6 +292,22 @@ def test_a_late_note_of_use_does_not_make_a_page_that_is_being_written_look_aban
     writer.close(DEADLINE_S)
 
 
+def test_a_late_note_of_use_is_not_of_the_page_that_has_the_slot_by_then(tmp_path: Path) -> None:
+    """It would be the next to leave, though it has just come."""
+    calls = FailingCalls()
+    calls.ahead_s = -1000.0
+    late = opened(tmp_path / "store", pages=8, beat_s=60, calls=calls)
+    put(late, KEYS)
+    late.use(KEYS)
+    writer, new = opened(tmp_path / "store", pages=8), [key_of(100 + number) for number in range(8)]
+    assert put(writer, new) == [True] * 8
+    late.close(DEADLINE_S)
+    put(writer, [key_of(200)])
+    assert sum(writer.has([key]) for key in new) == 7
+    assert writer.has(new[6:]) == 2  # Of the first that were written one left.
+    writer.close(DEADLINE_S)
+
+
 def test_the_queue_is_bounded_and_drops_are_counted(tmp_path: Path) -> None:
     store = opened(tmp_path / "store", queue_bytes=3 * PAGE_BYTES)
     wait, over = threading.Event(), []

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
+import pytest
 from simulated_engine import FakeStore, SimulatedEngine, SimulatedTiers
 
 from holdfast.kvcache import KVCache, KVLayout, Tier, TierLimits, form_groups
@@ -15,11 +17,13 @@ from holdfast.scheduler.prefill_cost import PromptWork
 BLOCKS = 40
 
 
-def world(*, store: FakeStore | None = None, failing: float = 0.0, host_pages: int = 200) -> SimulatedEngine:
+def world(
+    *, store: FakeStore | None = None, failing: float = 0.0, host_pages: int = 200, most_writing: int = 64
+) -> SimulatedEngine:
     groups, places = form_groups([None, None])
     layout = KVLayout(groups=groups, block_tokens=4, layers_per_page=places, kv_heads=1, head_dim=4, element_bytes=4)
     limits = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=120)
-    below = TierLimits(host_pages=host_pages, spare_pages=BLOCKS)
+    below = TierLimits(host_pages=host_pages, spare_pages=BLOCKS, most_writing=most_writing)
     kv = KVCache(layout, BLOCKS, True, below, store)
     tiers = SimulatedTiers(random.Random(3), store, failing)
     return SimulatedEngine(Scheduler(limits, kv), vocabulary=50, tiers=tiers)
@@ -138,6 +142,28 @@ def test_a_store_that_takes_nothing_is_brought_nothing() -> None:
     store.well = True
     ask(engine, "third", PROMPT)
     assert len(store.pages) >= 18
+
+
+@pytest.mark.parametrize(("most_room", "most_writing"), [(3, 64), (1000, 3)], ids=["queue", "places"])
+def test_a_long_prefix_goes_to_disk_as_it_has_room_and_nothing_is_dropped(most_room: int, most_writing: int) -> None:
+    """However little of it waits at once: a queue of 64 MiB is 30 pages of a large model, a prompt a thousand."""
+    store = FakeStore(random.Random(1), most=1000, most_room=most_room)
+    engine = world(store=store, most_writing=most_writing)
+    ask(engine, "first", PROMPT)
+    on_their_way = list[int]()
+    tiers, execute = engine.scheduler.kv.tiers, engine.execute
+    assert tiers is not None
+
+    def counted(*given: Any, **more: Any) -> Any:
+        copies = tiers._copies.values()
+        on_their_way.append(sum(one.copy.target_tier == Tier.DISK for one in copies))
+        return execute(*given, **more)
+
+    engine.execute = counted  # type: ignore[method-assign]
+    ask(engine, "second", PROMPT)
+    assert len(store.pages) == len(PROMPT) // 4 - 1
+    assert max(on_their_way) == 3
+    assert not tiers.dropped_writes
 
 
 def test_an_abort_while_pages_come_gives_them_back() -> None:

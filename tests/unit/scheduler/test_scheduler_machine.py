@@ -173,10 +173,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         unfinished = list(self.engine.unfinished)
         self.engine.abort(unfinished[choice % len(unfinished)])
 
-    @rule(more=st.integers(0, 50))
-    def resize(self, more):
-        """Pages come and go while answers go on; what lay in those that go is read where it was moved to."""
-        self.engine.resize(self.engine.scheduler.least_blocks + more)
+    @rule(more=st.integers(0, 50), saves=st.sampled_from([0, 1, 3]))
+    def resize(self, more, saves):
+        """Pages come and go while answers go on; what lay in those that go is read where it was moved to, or, of those
+        who are sent back, in RAM."""
+        self.engine.resize(self.engine.scheduler.least_blocks + more, saves)
 
     @rule()
     def reset(self):

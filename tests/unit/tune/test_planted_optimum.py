@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 from holdfast.tune.configuration import DEFAULT, Axis, ServerConfiguration
-from holdfast.tune.pruning import configuration_at
+from holdfast.tune.space.pruning import configuration_at
 from holdfast.tune.trial import Stage, Trial
 from holdfast.tune.tuner import BETTER, NOTHING, ONLY, SAME, STANDS, UNCONFIRMED, TuneOutcome, Tuner
 

@@ -10,15 +10,25 @@ import pytest
 
 from holdfast.bench.load.load import Arrival
 from holdfast.bench.measure.objectives import parse_slo
-from holdfast.cli.commands.tune import planned_settings
+from holdfast.cli.commands.tune import planned_settings, settings_of_flags
 from holdfast.tune.configuration import DEFAULT, Axis, ServerConfiguration, command_of, start_words
 from holdfast.tune.gain import gain_of
 from holdfast.tune.measure import cause_of, timeout_of
-from holdfast.tune.pruning import REFUSED, SAME, SHORT, SLOWER, Planner, Survivors, most_goodput, survivors
 from holdfast.tune.replay import busiest, replayed
 from holdfast.tune.report import lines
 from holdfast.tune.result import make_result
-from holdfast.tune.space import axes_of
+from holdfast.tune.space.axes import space_of
+from holdfast.tune.space.plans import Planner
+from holdfast.tune.space.pruning import (
+    REFUSED,
+    SAME,
+    SHORT,
+    SLOWER,
+    PrunedAgainst,
+    Survivors,
+    most_goodput,
+    survivors,
+)
 from holdfast.tune.trial import Trial
 from holdfast.tune.tuner import BETTER, TuneOutcome
 
@@ -27,7 +37,7 @@ FEW = [Arrival(0.1 * at, 100, 20) for at in range(40)]
 
 def of(model: str, *axes: Axis, arrivals: list[Arrival] | None = None, **settings: str) -> Survivors:
     planner = Planner(model, engine="holdfast", settings=settings)
-    return survivors(axes, planner, arrivals or FEW, engine="holdfast", headroom=0.05)
+    return survivors(axes, planner, PrunedAgainst(arrivals=arrivals or FEW, engine="holdfast", headroom=0.05))
 
 
 def told(found: Survivors) -> dict[str, int]:
@@ -83,24 +93,19 @@ def test_a_device_cannot_answer_more_than_its_memory_reads() -> None:
 
 def test_ladders_surround_the_default_and_lossy_settings_are_asked_for() -> None:
     plan = Planner("smollm2", engine="holdfast", settings={}).plan(DEFAULT)
-    exact = {axis.name: axis.values for axis in axes_of(plan, FEW, engine="holdfast")}
+    exact = {axis.name: axis.values for axis in space_of(plan, FEW, engine="holdfast", cores=2, memory_nodes=1).axes}
     assert exact["max_num_seqs"] == (8, 16, 32, None, 128, 256)
     assert exact["max_model_len"] == (256, None)
     assert exact.keys() == {"max_num_seqs", "max_num_batched_tokens", "max_model_len", "gpu_memory_utilization"}
-    lossy = {axis.name: axis.values for axis in axes_of(plan, FEW, engine="holdfast", lossy=True, nvme_path="/disk")}
+    lossy = {
+        axis.name: axis.values for axis in space_of(plan, FEW, engine="holdfast", lossy=True, nvme_path="/disk").axes
+    }
     assert lossy["kv_cache_dtype"] == (None, "bfloat16", "fp8")
     assert lossy["nvme_path"] == (None, "/disk")
-    fixed = axes_of(plan, FEW, engine="holdfast", fixed=frozenset({"max_num_seqs"}))
+    fixed = space_of(plan, FEW, engine="holdfast", fixed=frozenset({"max_num_seqs"})).axes
     assert "max_num_seqs" not in [axis.name for axis in fixed]
-    theirs = {axis.name: axis.values for axis in axes_of(plan, FEW, engine="vllm")}
+    theirs = {axis.name: axis.values for axis in space_of(plan, FEW, engine="vllm").axes}
     assert theirs["max_num_seqs"] == (8, 16, 32, 64, None, 128, 256)  # What None is there nobody says.
-
-
-def test_several_gpus_are_split_over_of_vllm_alone() -> None:
-    plan = Planner("llama-3.1-8b", engine="vllm", settings={"gpu": "h100-80x4"}).plan(DEFAULT)
-    names = {axis.name: axis.values for axis in axes_of(plan, FEW, engine="vllm")}
-    assert names["tensor_parallel_size"] == (None, 2, 4)
-    assert "tensor_parallel_size" not in [axis.name for axis in axes_of(plan, FEW, engine="holdfast")]
 
 
 def test_the_busiest_part_is_replayed_and_a_short_file_begins_again() -> None:
@@ -121,9 +126,12 @@ def test_commands_are_as_people_write_them_without_keys() -> None:
     assert "k" in words
     assert words[1:5] == ["-m", "holdfast", "serve", "m"]
     assert words[-3:] == ["--port", "81", "--disable-access-log"]
-    assert planned_settings(["--max-num-seqs", "4", "--enforce-eager", "--port", "80", "--dtype=float32"]) == {
-        "max_num_seqs": "4", "enforce_eager": True, "dtype": "float32",
+    flags = ["--max-num-seqs", "4", "--enforce-eager", "--port", "80", "--dtype=float32", "-tp", "2", "-c", "8k"]
+    assert planned_settings(settings_of_flags(flags, "holdfast")) == {
+        "max_num_seqs": "4", "enforce_eager": True, "dtype": "float32", "tensor_parallel_size": "2",
+        "max_model_len": "8k",
     }  # fmt: skip
+    assert settings_of_flags(["--swap-space", "4"], "holdfast").keys() == {"swap_space", "kv_ram"}
 
 
 def test_a_gain_needs_rounds_and_tells_its_interval() -> None:

@@ -279,7 +279,7 @@ def _run(
     check_headless(engine_config, server_config)
     if engine_config.node_rank > 0:
         early.end()
-        return run_node(engine_config, server_config)
+        return run_node(engine_config, server_config, given, words)
     engine_config, made = with_secret(engine_config)
     if made:
         log.warning("start the other nodes with HOLDFAST_NODE_SECRET=%s", engine_config.node_secret)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import json
 import os
 import shlex
@@ -20,17 +19,17 @@ from typing import TYPE_CHECKING, Any
 from holdfast.cli.commands.bench import sigterm_as_ctrl_c
 from holdfast.cli.output import say, say_error, say_json
 from holdfast.errors import ConfigurationError, ModelError
-from holdfast.units import shorten
+from holdfast.units import counted, format_duration, shorten
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from holdfast.bench.load.load import Arrival
-    from holdfast.tune.configuration import ServerConfiguration
-    from holdfast.tune.measure import ServerTrials
+    from holdfast.tune.measure import TrialSettings
+    from holdfast.tune.progress import TuneProgress
+    from holdfast.tune.record import TrialRecord
     from holdfast.tune.result import TuneResult
-    from holdfast.tune.trial import Stage, Trial
-    from holdfast.tune.tuner import Measure
+    from holdfast.tune.space.kv_tiers import CommonPrefixes
 
 HELP = """Find the settings of a server that answer the most of your traffic within an SLO.
 
@@ -46,6 +45,7 @@ EXAMPLES = """examples:
   holdfast tune MODEL --traffic t.jsonl --slo ttft=1s --lossy               also an FP8 KV cache and quantized weights
   holdfast tune MODEL --traffic t.jsonl --slo ttft=1s --speed 2             how it would be with twice the traffic
   holdfast tune MODEL --traffic t.jsonl --slo ttft=1s --engine vllm --serve-flags "--enforce-eager"
+  holdfast tune MODEL --traffic t.jsonl --slo ttft=1s --resume tune.trials  may be interrupted, and run again to go on
   holdfast tune MODEL --traffic t.jsonl --slo ttft=1s --json > tuned.json   for programs (docs/tune.md)
 
 environment: HOLDFAST_API_KEY for a server with a key
@@ -73,13 +73,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lossy", action="store_true", help="try also what changes answers: KV type, quantized weights"
     )
-    parser.add_argument("--nvme-path", metavar="DIR", help="try also layers on this disk (holdfast on a CPU)")
+    parser.add_argument("--nvme-path", metavar="DIR", help="try also layers on this disk (holdfast)")
+    parser.add_argument("--kv-store", metavar="DIR", help="try also KV of prefixes on this disk (holdfast)")
+    parser.add_argument(
+        "--prefix-tokens", type=int, default=0, metavar="N", help="tokens that prompts begin with in common"
+    )
+    parser.add_argument(
+        "--prefix-share", default="100%", metavar="SHARE", help="of prompts that do so (default: 100%%)"
+    )
+    parser.add_argument("--prefixes", type=int, default=1, metavar="K", help="number of such beginnings (default: 1)")
     parser.add_argument("--serve-flags", default="", metavar='"FLAGS"', help="of every server; what they set stays")
     parser.add_argument("--headroom", default="5%", metavar="SHARE", help="RAM and VRAM to stay free (default: 5%%)")
     parser.add_argument("--max-errors", default="0.1%", metavar="SHARE", help="of requests (default: 0.1%%)")
     parser.add_argument("--endpoint", default="/v1/chat/completions", metavar="PATH", help="or /v1/completions")
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="client processes (default: 1)")
     parser.add_argument("--seed", type=int, default=0, help="of prompts")
+    parser.add_argument(
+        "--resume", metavar="FILE", help="keep trials in this file, and go on with those that are in it"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON (docs/tune.md)")
     parser.add_argument("--quiet", action="store_true", help="no progress on standard error")
 
@@ -114,6 +125,9 @@ def run(arguments: argparse.Namespace) -> int:
         say_json(json.loads(msgspec.json.encode(result)))
     else:
         say(lines(result))
+    if result.interrupted and not arguments.quiet:
+        again = "the same command goes on" if arguments.resume else "--resume FILE keeps trials, to go on with later"
+        print(f"holdfast: {again}", file=sys.stderr)
     if result.interrupted:
         return INTERRUPTED
     if result.command is None:
@@ -121,12 +135,15 @@ def run(arguments: argparse.Namespace) -> int:
     return KEEP if result.held else MISSED
 
 
-def _arrivals(source: str) -> tuple[Arrival, ...]:
-    """What helps where it cannot be replayed is another file: there are no flags for a load here."""
+def _arrivals(source: str, prefix_tokens: int) -> tuple[Arrival, ...]:
+    """A prompt that is shorter than what prompts have in common is made as long as that. What helps where it cannot be
+    replayed is another file: there are no flags for a load here."""
     from holdfast.bench.load.inputs import read_replay
+    from holdfast.bench.load.load import Arrival
 
+    least = prefix_tokens + 1
     try:
-        return read_replay(source)
+        return tuple(Arrival(one.at_s, max(least, one.prompt_tokens), one.output_tokens) for one in read_replay(source))
     except ConfigurationError as error:
         error.fix = (
             "--traffic FILE with what a server wrote (holdfast serve MODEL > access.log), or with lines such as"
@@ -136,90 +153,199 @@ def _arrivals(source: str) -> tuple[Arrival, ...]:
 
 
 def tuned(arguments: argparse.Namespace) -> TuneResult:
-    from holdfast.bench.load.inputs import parse_share
-    from holdfast.bench.measure.objectives import parse_slo
     from holdfast.tune.configuration import DEFAULT, program
-    from holdfast.tune.measure import ServerTrials, TrialSettings
-    from holdfast.tune.pruning import Planner, Survivors, most_goodput, survivors
+    from holdfast.tune.measure import ServerTrials
     from holdfast.tune.result import make_result
-    from holdfast.tune.space import axes_of
+    from holdfast.tune.space.axes import space_of
+    from holdfast.tune.space.plans import Planner
+    from holdfast.tune.space.pruning import PrunedAgainst, Survivors, most_goodput, survivors
     from holdfast.tune.tuner import Tuner
 
-    began_s = time.monotonic()
-    objectives, speed = parse_slo(arguments.slo), _speed(arguments.speed)
-    headroom = parse_share(arguments.headroom, field="headroom")
-    flags, arrivals = shlex.split(arguments.serve_flags), _arrivals(arguments.traffic)
-    seconds = _trial_s(arguments)
+    began_s, speed = time.monotonic(), _speed(arguments.speed)
+    _check_disks(arguments)
+    settings = _trial_settings(arguments)
     program(arguments.engine)
-    planner = Planner(arguments.model, engine=arguments.engine, settings=planned_settings(flags))
+    asked = settings_of_flags(settings.flags, arguments.engine)
+    _check_no_store(asked, arguments.engine)
+    planner = Planner(arguments.model, engine=arguments.engine, settings=planned_settings(asked))
     default = planner.plan(DEFAULT)
-    _check_lengths(arrivals, default.question.model.spec.max_position)
-    trials = ServerTrials(
-        TrialSettings(
-            engine=arguments.engine,
-            model=arguments.model,
-            flags=tuple(flags),
-            arrivals=arrivals,
-            seconds=seconds,
-            objectives=objectives,
-            headroom=headroom,
-            error_share=parse_share(arguments.max_errors, field="max-errors"),
-            endpoint=arguments.endpoint,
-            workers=arguments.workers,
-            seed=arguments.seed,
-            api_key=os.environ.get("HOLDFAST_API_KEY"),
-        )
-    )
-    axes = axes_of(
-        default,
-        arrivals,
-        engine=arguments.engine,
-        lossy=arguments.lossy,
-        nvme_path=arguments.nvme_path,
-        fixed=frozenset(planned_settings(flags)),
-    )
+    _check_lengths(settings.arrivals, default.question.model.spec.max_position)
+    record, trials = _record(arguments, settings), ServerTrials(settings)
+
+    def used_s() -> float:
+        return time.monotonic() - began_s + (0.0 if record is None else record.taken_s)
+
+    progress = _progress(arguments, settings, record, used_s)
+    space = space_of(
+        default, settings.arrivals, engine=arguments.engine, lossy=arguments.lossy, nvme_path=arguments.nvme_path,
+        kv_store=arguments.kv_store, fixed=frozenset(asked),
+    )  # fmt: skip
 
     @cache
     def choices(pace: float) -> Survivors:
-        found = survivors(axes, planner, trials.replay(pace), engine=arguments.engine, headroom=headroom)
-        if not arguments.quiet:
-            print(
-                f"holdfast: {len(found.servers):,} of {found.combinations:,} configurations are worth a run",
-                file=sys.stderr,
-                flush=True,
-            )
+        against = PrunedAgainst(
+            arrivals=trials.replay(pace), engine=arguments.engine, headroom=settings.headroom,
+            prefixes=settings.prefixes, most_ranks=space.most_ranks,
+        )  # fmt: skip
+        found = survivors(space.axes, planner, against)
+        progress.say(f"{len(found.servers):,} of {found.combinations:,} configurations are worth a run")
         return found
 
     tuner = Tuner(
         choices,
-        trials if arguments.quiet else _told(trials),
-        budget_s=60 * arguments.minutes - (time.monotonic() - began_s),
+        progress.told(trials if record is None else record.kept(trials)),
+        budget_s=60 * arguments.minutes - used_s(),
+        clock=used_s,
         speed=speed,
-        most_goodput=lambda place, pace: most_goodput(choices(pace).servers[place].plan, trials.replay(pace), seconds),
+        most_goodput=lambda place, pace: most_goodput(
+            choices(pace).servers[place].plan, trials.replay(pace), settings.seconds
+        ),
     )
     outcome = tuner.run()
+    progress.end()
     return make_result(
-        outcome, choices(outcome.speed), model=arguments.model, engine=arguments.engine, flags=flags,
-        source=shorten(arguments.traffic), arrivals=arrivals, replay=trials.replay(outcome.speed), trial_s=seconds,
-        objectives=objectives, headroom=headroom, lossy=arguments.lossy, seconds=time.monotonic() - began_s,
+        outcome, choices(outcome.speed), model=arguments.model, engine=arguments.engine, flags=settings.flags,
+        source=shorten(arguments.traffic), arrivals=settings.arrivals, replay=trials.replay(outcome.speed),
+        trial_s=settings.seconds, objectives=settings.objectives, headroom=settings.headroom, lossy=arguments.lossy,
+        seconds=used_s(), left_out=space.left_out,
     )  # fmt: skip
 
 
-def planned_settings(flags: Sequence[str]) -> dict[str, Any]:
-    """What the planner knows of these flags."""
+def _trial_settings(arguments: argparse.Namespace) -> TrialSettings:
+    from holdfast.bench.load.inputs import parse_share
+    from holdfast.bench.measure.objectives import parse_slo
+    from holdfast.tune.measure import START_LIMIT_S, TrialSettings
+
+    prefixes = _prefixes(arguments)
+    return TrialSettings(
+        engine=arguments.engine,
+        model=arguments.model,
+        objectives=parse_slo(arguments.slo),
+        headroom=parse_share(arguments.headroom, field="headroom"),
+        error_share=parse_share(arguments.max_errors, field="max-errors"),
+        flags=tuple(shlex.split(arguments.serve_flags)),
+        arrivals=_arrivals(arguments.traffic, prefixes.tokens),
+        seconds=_trial_s(arguments),
+        start_limit_s=min(START_LIMIT_S, 60 * arguments.minutes),
+        endpoint=arguments.endpoint,
+        prefixes=prefixes,
+        workers=arguments.workers,
+        seed=arguments.seed,
+        api_key=os.environ.get("HOLDFAST_API_KEY"),
+    )
+
+
+def _record(arguments: argparse.Namespace, settings: TrialSettings) -> TrialRecord | None:
+    """Where trials are kept; with those of an earlier run of the same."""
+    from hashlib import sha256
+    from pathlib import Path
+
+    import msgspec
+
+    from holdfast.tune.record import TrialRecord
+
+    if arguments.resume is None:
+        return None
+    asked = {
+        "model": arguments.model,
+        "engine": arguments.engine,
+        "slo": arguments.slo,
+        "traffic": sha256(msgspec.json.encode(settings.arrivals)).hexdigest()[:16],
+        "prefixes": settings.prefixes,
+        "trial_s": settings.seconds,
+        "serve_flags": sha256(arguments.serve_flags.encode()).hexdigest()[:16],  # They may hold a key.
+        "endpoint": arguments.endpoint,
+        "headroom": settings.headroom,
+        "max_errors": settings.error_share,
+        "seed": arguments.seed,
+    }
+    return TrialRecord(Path(arguments.resume), asked)
+
+
+def _progress(
+    arguments: argparse.Namespace, settings: TrialSettings, record: TrialRecord | None, used_s: Callable[[], float]
+) -> TuneProgress:
+    from holdfast.tune.progress import TuneProgress
+
+    progress = TuneProgress(None if arguments.quiet else sys.stderr, used_s=used_s, budget_s=60 * arguments.minutes)
+    minutes, seconds = f"{arguments.minutes:g}", format_duration(settings.seconds)
+    progress.say(f"up to {minutes} minutes, in trials of {seconds} of traffic; Ctrl-C ends it with what is known")
+    if record is not None and record.trials:
+        progress.say(f"{counted(len(record.trials), 'trial')} of an earlier run are in {arguments.resume}")
+    return progress
+
+
+def settings_of_flags(flags: Sequence[str], engine: str) -> dict[str, Any]:
+    """What these flags set, by our names: a server has them once, so that what is set here is not varied."""
+    from holdfast.doctor.command.parse import parse_command
+
+    command = parse_command(f"{engine} serve MODEL {shlex.join(flags)}")
+    assert command is not None
+    found: dict[str, Any] = {flag.name.replace("-", "_"): flag.value if flag.values else True for flag in command.flags}
+    if engine == "holdfast" and found.keys() & {"kv_offloading_size", "swap_space"}:
+        found.setdefault("kv_ram", None)  # The same by other names.
+    return found
+
+
+def planned_settings(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """What the planner knows of them."""
     from dataclasses import fields
 
     from holdfast.config.plan import PlanConfig
 
     known = {field.name for field in fields(PlanConfig)}
-    found: dict[str, Any] = {}
-    words = [part for word in flags for part in (word.split("=", 1) if word.startswith("--") else [word])]
-    for at, word in enumerate(words):
-        name = word.removeprefix("--").replace("-", "_")
-        if word.startswith("--") and name in known:
-            bare = at + 1 == len(words) or words[at + 1].startswith("--")
-            found[name] = True if bare else words[at + 1]
-    return found
+    return {name: value for name, value in asked.items() if name in known}
+
+
+def _prefixes(arguments: argparse.Namespace) -> CommonPrefixes:
+    from holdfast.bench.load.inputs import parse_share
+    from holdfast.tune.space.kv_tiers import CommonPrefixes
+
+    share = parse_share(arguments.prefix_share, field="prefix-share")
+    if arguments.prefix_tokens < 0 or arguments.prefixes < 1:
+        raise ConfigurationError(
+            "--prefix-tokens and --prefixes: that is not a number of tokens, or of beginnings",
+            needed="0 tokens or more, and 1 beginning or more",
+            found=f"{arguments.prefix_tokens} and {arguments.prefixes}",
+            fix="--prefix-tokens 1000 --prefixes 20",
+            field="prefix-tokens",
+        )
+    return CommonPrefixes(arguments.prefix_tokens, share, arguments.prefixes) if share else CommonPrefixes()
+
+
+def _check_no_store(asked: Mapping[str, Any], engine: str) -> None:
+    """One that all trials share would have the pages of every prompt after two of them."""
+    named = asked.get("kv_store") or os.environ.get("HOLDFAST_KV_STORE")
+    if engine == "holdfast" and named is not None:
+        raise ConfigurationError(
+            "a KV store that all trials share cannot be measured: all send the same prompts, and would find them",
+            needed="a store of its own for each trial",
+            found=f"--kv-store {shorten(named)} "
+            + ("in --serve-flags" if "kv_store" in asked else "by HOLDFAST_KV_STORE"),
+            fix=f"--kv-store {shorten(named)} --prefix-tokens 1000 as flags of holdfast tune, or leave it out",
+            field="serve-flags",
+        )
+
+
+def _check_disks(arguments: argparse.Namespace) -> None:
+    """A folder that would be of no use is refused, not ignored."""
+    for name in ("nvme_path", "kv_store"):
+        flag = f"--{name.replace('_', '-')}"
+        if getattr(arguments, name) is not None and arguments.engine != "holdfast":
+            raise ConfigurationError(
+                f"{flag} is a setting of Holdfast, and {arguments.engine} has none like it",
+                needed="--engine holdfast",
+                found=f"--engine {arguments.engine}",
+                fix=f"leave {flag} out",
+                field=name,
+            )
+    if arguments.kv_store is not None and not arguments.prefix_tokens:
+        raise ConfigurationError(
+            "--kv-store keeps what prompts have in common, and those that are replayed have nothing in common",
+            needed="how many tokens prompts share, and how many such beginnings there are: a log does not say it",
+            fix="--prefix-tokens 1000 --prefixes 20, or leave --kv-store out",
+            field="kv_store",
+        )
 
 
 def _speed(text: str) -> float | None:
@@ -234,10 +360,14 @@ def _speed(text: str) -> float | None:
 
 
 def _trial_s(arguments: argparse.Namespace) -> float:
+    from pathlib import Path
+
+    from holdfast.tune.record import recorded_trial_s
     from holdfast.units import parse_duration
 
     if arguments.trial is None:
-        return min(LONGEST_TRIAL_S, max(SHORTEST_TRIAL_S, 60 * float(arguments.minutes) / TRIALS_WANTED))
+        earlier = None if arguments.resume is None else recorded_trial_s(Path(arguments.resume))
+        return earlier or min(LONGEST_TRIAL_S, max(SHORTEST_TRIAL_S, 60 * float(arguments.minutes) / TRIALS_WANTED))
     found = parse_duration(arguments.trial, field="trial")
     if not 0 < found < 60 * arguments.minutes:
         raise ConfigurationError(
@@ -251,7 +381,7 @@ def _trial_s(arguments: argparse.Namespace) -> float:
 
 
 def _check_lengths(arrivals: Sequence[Arrival], context: int) -> None:
-    from holdfast.tune.space import longest
+    from holdfast.tune.space.axes import longest
 
     if (needed := longest(arrivals)) > context:
         raise ConfigurationError(
@@ -261,17 +391,3 @@ def _check_lengths(arrivals: Sequence[Arrival], context: int) -> None:
             fix="a model with a longer context, or a file without these requests",
             field="traffic",
         )
-
-
-def _told(trials: ServerTrials) -> Measure:
-    """The same trials, each told on standard error when it has ended."""
-    from holdfast.tune.report import trial_line
-
-    numbers = itertools.count(1)
-
-    def measured(configuration: ServerConfiguration, *, speed: float, stage: Stage) -> Trial:
-        trial = trials(configuration, speed=speed, stage=stage)
-        print(trial_line(next(numbers), trial), file=sys.stderr, flush=True)
-        return trial
-
-    return measured

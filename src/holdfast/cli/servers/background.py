@@ -89,7 +89,7 @@ def ensure_server(model: str, settings: Mapping[str, Any], say: Say) -> RunningS
         try:
             with starting_alone():
                 # Chats speak over an address and a port. Of a server without an entry the settings are not known.
-                mine = (one for one in registered_servers() if one.socket is None)
+                mine = (one for one in registered_servers() if one.socket is None and one.node is None)
                 server = next((one for one in mine if is_called(one, model)), None)
                 if server is not None:
                     _require_same(server, model, settings)

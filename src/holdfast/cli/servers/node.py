@@ -6,15 +6,19 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from holdfast.cli.servers.registry import NodeState
 from holdfast.config import EngineConfig, ServerConfig
 from holdfast.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from holdfast.checkpoints import ModelFiles
+    from holdfast.cli.servers.register import ServerEntry
     from holdfast.engine.ranks.nodes.agent import NodeAgent
 
 log = logging.getLogger("holdfast")
@@ -34,20 +38,26 @@ def check_headless(engine_config: EngineConfig, server_config: ServerConfig) -> 
         )
 
 
-def run_node(engine_config: EngineConfig, server_config: ServerConfig) -> int:
-    """Until the head says that it is over."""
-    from holdfast.engine.ranks.nodes.agent import NodeAgent
+def run_node(
+    engine_config: EngineConfig, server_config: ServerConfig, given: Mapping[str, Any], words: Sequence[str]
+) -> int:
+    """Until the head says that it is over. `given`: settings, and `words`: all that was typed, for its entry."""
+    from holdfast.checkpoints import DEFAULT_MODEL
+    from holdfast.cli.servers.register import ServerEntry
     from holdfast.engine.ranks.nodes.join import head_hears_failure
     from holdfast.engine.ranks.nodes.secret import with_secret
     from holdfast.engine.startup.build import find_model
     from holdfast.engine.startup.select_device import settle_device
 
+    named = engine_config.model or DEFAULT_MODEL
+    entry = ServerEntry(node_state(engine_config), model=named, settings=given, certificate=None, words=words)
     config, _ = with_secret(engine_config)
     with head_hears_failure(config):
         config = settle_device(config)
         model = find_model(config, text=False)
+    entry.found(names=(model.files.name,), path=model.files.path)
     log.info("node %d of %d: model %s", config.node_rank, config.nnodes, model.files.name)
-    agent = NodeAgent(config, model.files)
+    agent = _listed_agent(config, model.files, entry)
     with _ended_by_signal(agent, server_config.drain_timeout):
         try:
             agent.run()
@@ -56,6 +66,35 @@ def run_node(engine_config: EngineConfig, server_config: ServerConfig) -> int:
             return 128 + signal.SIGTERM
     log.info("the head has ended")
     return 0
+
+
+def node_state(config: EngineConfig) -> NodeState:
+    """Before it looks for the head."""
+    ranks = config.tensor_parallel_size * config.pipeline_parallel_size
+    each = ranks // config.nnodes
+    return NodeState(
+        rank=config.node_rank,
+        nodes=config.nnodes,
+        head=f"{config.master_addr}:{config.master_port}",
+        first=config.node_rank * each,
+        ranks=each,
+        all_ranks=ranks,
+        joined=False,
+        since_s=time.time(),
+    )
+
+
+def _listed_agent(config: EngineConfig, files: ModelFiles, entry: ServerEntry) -> NodeAgent:
+    """The agent, whose entry follows what it knows of its head."""
+    from holdfast.engine.ranks.nodes.agent import NodeAgent
+
+    class ListedAgent(NodeAgent):
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, value)
+            if name == "joined":
+                entry.joined(bool(value))
+
+    return ListedAgent(config, files)
 
 
 @contextmanager

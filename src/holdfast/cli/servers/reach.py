@@ -46,7 +46,8 @@ class ServerAddress:
 
 
 def addresses_of(urls: Sequence[str]) -> list[ServerAddress]:
-    """All are read before the first is asked. None named: those of this machine, which may be none."""
+    """All are read before the first is asked. None named: those of this machine, which may be none; nodes without an
+    API are among them."""
     from holdfast.cli.chat_backends import api_of
     from holdfast.cli.servers.registry import running_servers
 

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import stat
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import msgspec
 
 from holdfast.checkpoints.sources.stored_models import mark_used
 from holdfast.cli.fatal import command_line
-from holdfast.cli.servers.registry import UNIX, Registration, RunningServer
+from holdfast.cli.servers.registry import UNIX, NodeState, Registration, RunningServer, node_name
 
 log = logging.getLogger("holdfast")
 
@@ -25,16 +26,19 @@ _ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # Where it listens, not wh
 class ServerEntry:
     def __init__(
         self,
-        address: tuple[str, int] | str,
+        address: tuple[str, int] | str | NodeState,
         *,
         model: str,
         settings: Mapping[str, Any],
         certificate: str | None,
         words: Sequence[str],
     ) -> None:
+        """`address`: where it listens; of a node that does not, which it is."""
         import psutil
 
-        url, port = _url(address, "http" if certificate is None else "https")
+        node = address if isinstance(address, NodeState) else None
+        scheme = "http" if certificate is None else "https"
+        url, port = (node_name(address), 0) if isinstance(address, NodeState) else _url(address, scheme)
         given = {name: value if isinstance(value, str) else str(value) for name, value in settings.items()}
         self._registration: Registration | None = None
         try:
@@ -50,6 +54,7 @@ class ServerEntry:
                     certificate="" if certificate is None else str(Path(certificate).resolve()),
                     log=_log_file(),
                     command=command_line(words),
+                    node=node,
                 )
             )
             atexit.register(self._remove)
@@ -64,6 +69,14 @@ class ServerEntry:
         with contextlib.suppress(OSError):  # It stays as it was listed before.
             server = self._registration.server
             self._registration.update(msgspec.structs.replace(server, names=tuple(names), path=str(path.resolve())))
+
+    def joined(self, joined: bool) -> None:
+        """Of a node: whether it has a head now."""
+        if self._registration is None or (node := self._registration.server.node) is None or node.joined == joined:
+            return
+        with contextlib.suppress(OSError):
+            known = msgspec.structs.replace(node, joined=joined, since_s=time.time())
+            self._registration.update(msgspec.structs.replace(self._registration.server, node=known))
 
     def _remove(self) -> None:
         if self._registration is not None:

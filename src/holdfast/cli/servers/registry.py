@@ -22,6 +22,8 @@ from pathlib import Path
 
 import msgspec
 
+from holdfast.config.nodes import DEFAULT_PORT
+
 FOLDER_VARIABLE = "HOLDFAST_RUNTIME_DIR"
 MAX_ENTRY_BYTES = 1 << 20
 STARTING = ".starting"
@@ -30,14 +32,36 @@ _PYTHON_FLAG = re.compile(r"-[bBdEhiIOPqsSuvx]+|-[XW].*")
 """Of the interpreter, before the program: neither -m nor -c."""
 
 
+class NodeState(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a node that has no API: it computes for a head."""
+
+    rank: int
+    nodes: int
+    head: str
+    """Address and port."""
+    first: int
+    """Of its ranks of the engine."""
+    ranks: int
+    all_ranks: int
+    joined: bool | None = None
+    """False: it looks for the head. None: not known."""
+    since_s: float = 0.0
+    """When that began, by the system's clock."""
+
+    @property
+    def named_ranks(self) -> str:
+        last = self.first + self.ranks - 1
+        return f"rank {self.first}" if self.ranks == 1 else f"ranks {self.first} to {last}"
+
+
 class RunningServer(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     created_s: float
     """When the process began, by the system's clock: a pid alone may belong to another program by now."""
     url: str
-    """Of one on a Unix socket: unix: and its path."""
+    """Of one on a Unix socket: unix: and its path. Of a node without an API: which it is."""
     port: int
-    """0: it listens on a Unix socket."""
+    """0: it listens on a Unix socket, or not at all."""
     model: str = ""
     """As it was asked for; a path is absolute."""
     names: tuple[str, ...] = ()
@@ -53,6 +77,8 @@ class RunningServer(msgspec.Struct, frozen=True, kw_only=True):
     user: str = ""
     """Whose it is, where it is somebody else's."""
     command: str = ""
+    node: NodeState | None = None
+    """Where it is one of several machines and not the head."""
 
     @property
     def socket(self) -> str | None:
@@ -217,23 +243,54 @@ def _unregistered(known: set[int]) -> Iterator[RunningServer]:
         place = _serve_place(words)
         if place is None or process.pid in seen | above or seen & _ancestors(process.pid):
             continue
-        port, rest = "8000", words[place + 1 :]
-        for at, word in enumerate(rest):
-            flag, equals, value = word.partition("=")
-            if flag == "--port":
-                port = value if equals else (rest[at + 1] if at + 1 < len(rest) else port)
-        number = int(port) if port.isdecimal() else 0
+        rest = words[place + 1 :]
+        port, node = _value(rest, "--port") or "8000", _node_of(rest)
+        number = int(port) if port.isdecimal() and node is None else 0
         model = rest[0] if rest and not rest[0].startswith("-") else ""
-        if number:
+        if number or node is not None:
             seen.add(process.pid)
             yield RunningServer(
                 pid=process.pid,
                 created_s=process.info["create_time"] or time.time(),
-                url=f"http://127.0.0.1:{number}",
+                url=f"http://127.0.0.1:{number}" if node is None else node_name(node),
                 port=number,
                 model=model,
                 user="" if process.info["username"] == own else process.info["username"] or "another user",
+                node=node,
             )
+
+
+def node_name(node: NodeState) -> str:
+    return f"node {node.rank} of {node.nodes}"
+
+
+def _value(words: list[str], *flags: str) -> str | None:
+    """Behind the last of these flags."""
+    found = None
+    for at, word in enumerate(words):
+        flag, equals, value = word.partition("=")
+        if flag.replace("_", "-") in flags:
+            found = value if equals else "".join(words[at + 1 : at + 2])
+    return found
+
+
+def _node_of(words: list[str]) -> NodeState | None:
+    """By its command line, which does not say whether it has found its head."""
+
+    def number(default: int, *flags: str) -> int:
+        written = _value(words, *flags) or ""
+        return int(written) if written.isdecimal() else default
+
+    rank, nodes = number(0, "--node-rank", "-r"), number(1, "--nnodes", "-n")
+    if rank == 0 or nodes <= rank:
+        return None
+    sizes = (
+        number(1, "--tensor-parallel-size", "-tp", "--tp-size"),
+        number(1, "--pipeline-parallel-size", "-pp", "--pp-size"),
+    )
+    each = sizes[0] * sizes[1] // nodes
+    head = f"{_value(words, '--master-addr') or '127.0.0.1'}:{number(DEFAULT_PORT, '--master-port')}"
+    return NodeState(rank=rank, nodes=nodes, head=head, first=rank * each, ranks=each, all_ranks=each * nodes)
 
 
 def _ancestors(pid: int) -> set[int]:

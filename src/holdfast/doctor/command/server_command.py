@@ -18,11 +18,16 @@ from holdfast.doctor.command.shell import quoted
 from holdfast.doctor.report.secret_names import is_misspelt_key
 from holdfast.engine_profiles.profile import MODEL_FLAGS, profile
 
-HIDDEN = '"${API_KEY:?}"'
-"""Stands in what is printed for a key: a shell puts it in, and stops where it is not set. A word in its place would be
-taken for the key itself."""
-_HIDDEN_IN_PYTHON = 'os.environ["API_KEY"]'
-_SECRET_FLAGS = ("api-key", "admin-api-key", "hf-token", "ssl-keyfile-password", "ssl-key-password")
+_SECRET_FLAGS = {
+    "api-key": "API_KEY",
+    "admin-api-key": "ADMIN_API_KEY",
+    "hf-token": "HF_TOKEN",
+    "node-secret": "HOLDFAST_NODE_SECRET",
+    "ssl-keyfile-password": "SSL_KEYFILE_PASSWORD",
+    "ssl-key-password": "SSL_KEY_PASSWORD",
+}
+"""With the variable that stands for it in what is printed: a shell puts it in, and stops where it is not set. A word in
+its place would be taken for the key itself, and one variable for all of them would give each the same value."""
 _SECRET_VARIABLE = re.compile(r"(?i)(?:_|^)(?:token|key|secret|passw\w*|credentials?)s?$")
 
 
@@ -88,7 +93,7 @@ class ServerCommand:
         if self.call is not None:
             return _called(self, changes)
         secret = [flag for flag in self.flags if flag.name in _SECRET_FLAGS or is_misspelt_key(flag.name)]
-        hidden = {at: at == flag.words[0] for flag in secret for at in range(*flag.words)}
+        hidden = {at: flag for flag in secret for at in range(*flag.words)}
         slots = [[self._written(at, hidden.get(at))] for at in range(len(self.words))]
         environment = dict(self.environment)
         wrapper = list(self.wrapper)
@@ -113,16 +118,21 @@ class ServerCommand:
         text = f"{self.before}{' '.join(words)}{self.after}"
         return text if self.script is None else f"{self.script[0]}{quoted(text)}{self.script[1]}"
 
-    def _written(self, at: int, secret: bool | None) -> str:
-        """`secret`: whether the word is a secret's flag, or else its value; None: neither."""
+    def _written(self, at: int, secret: Flag | None) -> str:
+        """`secret`: the flag with a secret that the word belongs to."""
         word = self.words[at]
         if at in self.spelled:
             return self.spelled[at]
-        if secret is False:
-            return HIDDEN
-        if secret:
-            return f"{word.partition('=')[0]}={HIDDEN}" if "=" in word else word
-        return _assigned(word)
+        if secret is None:
+            return _assigned(word)
+        if at > secret.words[0]:
+            return _hidden(secret.name)
+        return f"{word.partition('=')[0]}={_hidden(secret.name)}" if "=" in word else word
+
+
+def _hidden(flag: str) -> str:
+    """Of a misspelt key as of the key."""
+    return f'"${{{_SECRET_FLAGS.get(flag, "API_KEY")}:?}}"'
 
 
 def _is_variable(name: str) -> bool:
@@ -141,7 +151,7 @@ def _change(slots: list[list[str]], command: ServerCommand, name: str, value: st
     """In place: a slot for each word of the command, empty where it is taken away."""
     wanted = command.canonical(name)
     secret = bool(value) and wanted in _SECRET_FLAGS
-    shown = HIDDEN if secret else None if value is None else quoted(value)
+    shown = _hidden(wanted) if secret else None if value is None else quoted(value)
     placed = False
     for flag in command.flags:
         start, end = flag.words
@@ -165,7 +175,7 @@ def _change(slots: list[list[str]], command: ServerCommand, name: str, value: st
 def _called(command: ServerCommand, changes: Mapping[str, str | None]) -> str:
     """The call anew, its keywords in their order; what is no plain value stays Python as it was written."""
     keywords = {flag.name: flag.value or "" if flag.expression else _python(flag.value or "") for flag in command.flags}
-    keywords |= {name: _HIDDEN_IN_PYTHON for name in keywords if name in _SECRET_FLAGS}
+    keywords |= {name: f'os.environ["{_SECRET_FLAGS[name]}"]' for name in keywords if name in _SECRET_FLAGS}
     environment = ""
     for name, value in changes.items():
         if _is_variable(name):

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 
 from holdfast.doctor.command.parse import ServerCommand
+from holdfast.doctor.evidence.node_errors import NODES_MISSING, WRONG_NODES, node_fixes
 from holdfast.doctor.findings import Basis, Fix
 from holdfast.doctor.rules.load import Rule, rulebook
 from holdfast.observability.codes import codes
@@ -71,6 +72,11 @@ def refined(rule: Rule, words: Mapping[str, str]) -> str:
 
 def own_fixes(words: Mapping[str, str], command: ServerCommand | None) -> Iterator[Fix]:
     """Each way the message names; one that is flags as the whole command."""
+    if words.get("code") in (NODES_MISSING, WRONG_NODES):
+        of_nodes = list(node_fixes(words.get("message", ""), command))
+        if of_nodes:  # The message's own, for the machine that it is for.
+            yield from of_nodes
+            return
     written = words.get("fix", "")
     planned = words.get("code") == DOES_NOT_FIT
     why = "the server planned it: it fits" if planned else "as the error message says"

@@ -317,10 +317,9 @@ class GrammarWorkers:
                     self._complete(state)
 
     def _complete(self, state: GrammarState | None) -> None:
-        """No mask will come: its answer ends with its newest token, or where it is too late for that, with the next."""
+        """No mask will come: its answer ends with its newest token, also where it is too late to say so."""
         if state is not None:
-            state.progress = Progress.COMPLETE
-            state.only(self._eos_ids)
+            state.complete()
 
     def _fail(self, worker: _Worker, number: int, failure: Failure) -> None:
         state = worker.states.pop(number, None)

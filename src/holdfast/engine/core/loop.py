@@ -35,8 +35,8 @@ from holdfast.scheduler.outputs import refused
 SAVE_S = 0.2
 """The longest that answers stand still for pages that go to RAM before the pool shrinks: those that did not go beside
 steps before."""
-GRAMMAR_WAIT_S = 0.02
-"""For a grammar or a mask, where there is nothing else to do."""
+GRAMMAR_WAIT_S, DISK_WAIT_S = 0.02, 0.005
+"""For a grammar or a mask, and for a place in the queue of the store on disk, where there is nothing else to do."""
 
 
 class StepHandle(Protocol):
@@ -188,6 +188,8 @@ class EngineCore:
             outputs += self._apply_oldest()
         elif plan is None and awaiting_mask and not outputs:
             self.structured_output.wait_for_masks(GRAMMAR_WAIT_S)
+        elif plan is None and self.scheduler.has_copies and not outputs:
+            time.sleep(DISK_WAIT_S)
         return outputs
 
     def _apply_oldest(self) -> list[EngineOutput]:

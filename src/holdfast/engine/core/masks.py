@@ -109,13 +109,12 @@ class GrammarState:
             self.failure = Failure.of(too_slow)
         self._settle()
 
-    def only(self, tokens: Sequence[int]) -> None:
-        """Nothing else may follow: it is complete, and that was known too late to end it."""
-        self.words[:] = 0
-        bits = self.words.view(numpy.uint8)
-        for token in tokens:
-            bits[token // 8] |= 1 << (token % 8)
-        self._settle()
+    def complete(self) -> None:
+        """Perhaps known too late to end it: then a step samples something more, whatever it is. It is nobody's, and a
+        mask that leaves only ends would leave nothing where the request forbids them."""
+        self.progress = Progress.COMPLETE
+        self.words[:] = -1
+        self.filled = True
 
     def fail(self, failure: Failure) -> None:
         self.failure = failure

@@ -33,7 +33,7 @@ FORMS_AHEAD = 4
 VERDICT_CPU_S, VERDICT_S, SLOW_VERDICT_S = 0.05, 1.0, 0.005
 """For a worker to take a token: of its processor's time, and in all, since a busy machine is nobody's fault; and in
 all, of an answer that was late before or has a costly grammar. One that needs longer is busy with another answer's:
-nobody is held up for it, the answer goes on, and where it should have ended, it ends with its next token."""
+nobody is held up for it, the answer goes on, and where it should have ended, it does before its next token."""
 
 
 def make_structured_outputs(
@@ -248,13 +248,14 @@ class StructuredOutputManager:
 
     def _advance_and_wait(self, tokens: Sequence[tuple[GrammarState, int]]) -> list[Verdict | Failure]:
         going_on = list[tuple[GrammarState, bool]]()
+        over = {state for state, _ in tokens if state.progress is Progress.COMPLETE}
         for state, token in tokens:
-            if state.failure is None:
+            if state.failure is None and state not in over:
                 state.advance(token)
                 going_on.append((state, len(state.output) < state.request.max_tokens))
         self._workers.advance(going_on)
         self._wait_for_verdicts([state for state, _ in going_on])
-        return [self._verdict(state, token) for state, token in tokens]
+        return [Verdict.OVER if state in over else self._verdict(state, token) for state, token in tokens]
 
     def _wait_for_verdicts(self, states: Sequence[GrammarState]) -> None:
         began_s, first_cpu_s = time.monotonic(), None

@@ -4,14 +4,18 @@
     HOLDFAST_FAULT_HANG_ON_TOKEN=ID     the loop hangs for ever when a prompt with this token id is to be computed
     HOLDFAST_FAULT_NO_MEMORY=ID         there is no memory for a sequence whose prompt has this token id
     HOLDFAST_FAULT_FAIL_LOADING=FILE    a start fails, with an error, while this file exists
+    HOLDFAST_FAULT_STAND_STILL=FILE     the process stops itself, as by SIGSTOP, after as many tokens as this file says,
+                                        which it removes; 0: also one that starts, before it is ready
 
 Without these variables nothing here does anything.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +30,7 @@ DIE_ON_TOKEN = "HOLDFAST_FAULT_DIE_ON_TOKEN"
 HANG_ON_TOKEN = "HOLDFAST_FAULT_HANG_ON_TOKEN"
 NO_MEMORY = "HOLDFAST_FAULT_NO_MEMORY"
 FAIL_LOADING = "HOLDFAST_FAULT_FAIL_LOADING"
+STAND_STILL = "HOLDFAST_FAULT_STAND_STILL"
 EXIT_CODE = 139
 
 log = logging.getLogger("holdfast")
@@ -43,6 +48,9 @@ def with_faults(runner: StepRunner) -> StepRunner:
             "%s is set: this engine reports out of memory on purpose for sequences with token %s", NO_MEMORY, token
         )
         runner = _HasNoMemory(runner, int(token))
+    if (path := os.environ.get(STAND_STILL)) is not None:
+        log.warning("%s is set: this engine stands still on purpose when %s says so", STAND_STILL, path)
+        runner = _StandsStill(runner, Path(path))
     return runner
 
 
@@ -90,6 +98,33 @@ class _StopsOnToken(_Faulty):
         if any(self._token in start.token_ids for start in plan.starts):
             self._stop()
         return self._runner.submit(plan, masks)
+
+
+class _StandsStill(_Faulty):
+    """Whoever wants to meet an engine in the middle of an answer need not be quick."""
+
+    def __init__(self, runner: StepRunner, path: Path) -> None:
+        super().__init__(runner)
+        self._path = path
+        self._left: int | None = None
+        """Tokens; None: it goes on."""
+        self._look()
+
+    def submit(self, plan: StepPlan, masks: TokenMasks | None = None) -> StepHandle:
+        self._look()
+        if self._left is not None:
+            self._left -= sum(row.samples for row in plan.rows)
+        return self._runner.submit(plan, masks)
+
+    def _look(self) -> None:
+        if self._left is None:
+            with contextlib.suppress(FileNotFoundError):  # Also where another engine was first.
+                left = int(self._path.read_text())
+                self._path.unlink()
+                self._left = left
+        if self._left is not None and self._left <= 0:
+            self._left = None
+            os.kill(os.getpid(), signal.SIGSTOP)
 
 
 class _HasNoMemory(_Faulty):

@@ -1,7 +1,7 @@
 """The adapters that an engine serves beside its model, by name: looked at when they are loaded, in the front's process.
 
 What it hands out is a name, a number and where the files lie; tensors are read where they are computed with. Numbers
-are never given twice, so that nothing cached of an adapter is taken for another's.
+are never given twice, so that nobody computes with what was loaded for another. Cached prefixes are named by the files.
 """
 
 from __future__ import annotations

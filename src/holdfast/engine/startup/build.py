@@ -32,7 +32,7 @@ from holdfast.config import EngineConfig
 from holdfast.engine.core.kv_store import files_stamp, open_kv_store
 from holdfast.engine.requests.adapters import check_lora_dtype
 from holdfast.engine.startup.engine_info import engine_info
-from holdfast.engine.startup.plan_lines import planned_terms
+from holdfast.engine.startup.plan_lines import memory_report
 from holdfast.engine.startup.unused_tensors import refuse_unclaimed, warn_of_unused
 from holdfast.errors import (
     ConfigurationError,
@@ -50,7 +50,7 @@ from holdfast.models.families.classifier import FROM_TOKENS, TOKEN_IDS
 from holdfast.planner import Plan, largest_pool, make_cpu_plan, settle_pool
 from holdfast.planner.models.requested import requested
 from holdfast.planner.serve.shares.engines import gpus_share, one_share, ram_share
-from holdfast.records import EngineInfo, LowerTier, MemoryReport, MemoryTerm
+from holdfast.records import EngineInfo, LowerTier, MemoryReport
 from holdfast.scheduler import Scheduler, SchedulerLimits
 from holdfast.units import shorten
 
@@ -438,30 +438,9 @@ def _settled(
     # In a process of somebody else's, what was there before is not ours to answer for.
     left_out = {"buffers", *(() if "front" in plan.terms else base_names)}
     own = {name: size for name, size in measured.items() if name not in left_out}
-    given_back = sum(rank.given_back_bytes for rank in ranks)
     own["activations"] += _not_spare(plan, own, sum(rank.nameless_bytes for rank in ranks))
     settled = settle_pool(plan, available, own)
-    report = MemoryReport(
-        total_bytes=plan.device.total_bytes,
-        free_bytes=plan.device.free_bytes,
-        limited_by=plan.device.limited_by,
-        budget_bytes=plan.budget_bytes,
-        terms=[
-            MemoryTerm(
-                tier=term.tier,
-                term=term.term,
-                planned_bytes=plan.terms.get(term.term, 0),
-                measured_bytes=measured.get(term.term),
-            )
-            for term in planned_terms(settled)
-        ],
-        page_bytes=plan.engine.layout.page_bytes,
-        given_back_bytes=given_back,
-        loading_bytes=plan.loading_bytes,
-        loading_peak_bytes=sum(rank.peak_bytes for rank in ranks),
-        below=below,
-    )
-    return settled, report
+    return settled, memory_report(plan, settled, ranks, measured, below)
 
 
 def _not_spare(plan: Plan, measured: Mapping[str, int], nameless_bytes: int) -> int:

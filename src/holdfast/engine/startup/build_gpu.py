@@ -239,6 +239,7 @@ def use_kv_tiers(plan: Plan, runner: GpuRunner, store: Store | None, tier_file: 
         most_loading=MOST_LOADING,
         most_loading_disk=places,
         most_storing=MOST_STORING,
+        most_writing=places,
         storing_share=1 / 8,
         spare_pages=SPARE_PAGES,
         spare_share=1 / 4,

@@ -1,16 +1,20 @@
-"""What is said of a plan before anything is loaded: the budget, the weights, every term, who else holds memory."""
+"""What is said of a plan before anything is loaded: the budget, the weights, every term, who else holds memory. And
+what is said after it: the plan beside what ranks have measured."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 
+from holdfast.engine.ranks.messages import Measured
 from holdfast.hardware import memory_holders
 from holdfast.observability.decisions import Decision
 from holdfast.observability.ledger import term_lines
 from holdfast.planner import Plan
+from holdfast.planner.serve.shares.nodes import node_loading, node_terms, page_bytes
 from holdfast.planner.sizing.kv_cost import layout_cost
 from holdfast.planner.sizing.rank_shares import part_words
-from holdfast.records import MemoryTerm
+from holdfast.records import LowerTier, MemoryReport, MemoryTerm
 from holdfast.units import format_bytes
 
 log = logging.getLogger("holdfast")
@@ -73,3 +77,39 @@ def concurrency(plan: Plan, blocks: int | None = None) -> float:
 
 def _budget(plan: Plan) -> Decision:
     return next(decision for decision in plan.decisions if decision.field == "budget")
+
+
+def memory_report(
+    plan: Plan, settled: Plan, ranks: Sequence[Measured], measured: Mapping[str, int], below: list[LowerTier]
+) -> MemoryReport:
+    """The books of this machine: of several nodes those of the head, whose processes can be measured. `measured`: of
+    all ranks."""
+    nodes, planned, loading = plan.question.settings.nodes, plan.terms, plan.loading_bytes
+    page, limited_by = plan.engine.layout.page_bytes, plan.device.limited_by
+    if nodes > 1:
+        ranks = ranks[: len(ranks) // nodes]
+        measured = {name: sum(rank.terms.get(name, 0) for rank in ranks) for name in measured}
+        measured["libraries"] = max(rank.terms["libraries"] for rank in ranks)
+        page, loading = page_bytes(plan, 0, nodes), sum(node_loading(plan, 0, nodes).values())
+        planned = node_terms(plan, 0, nodes) | {"kv_pool": plan.engine.blocks * page}
+        limited_by = f"{limited_by.partition(';')[0]}; node 0 of {nodes}, this one"
+    return MemoryReport(
+        total_bytes=plan.device.total_bytes // nodes,
+        free_bytes=plan.device.free_bytes // nodes,
+        limited_by=limited_by,
+        budget_bytes=plan.budget_bytes // nodes,
+        terms=[
+            MemoryTerm(
+                tier=term.tier,
+                term=term.term,
+                planned_bytes=planned.get(term.term, 0),
+                measured_bytes=measured.get(term.term),
+            )
+            for term in planned_terms(settled)
+        ],
+        page_bytes=page,
+        given_back_bytes=sum(rank.given_back_bytes for rank in ranks),
+        loading_bytes=loading,
+        loading_peak_bytes=sum(rank.peak_bytes for rank in ranks),
+        below=below,
+    )

@@ -251,8 +251,9 @@ def _idle_gpus(fit: Plan) -> Iterator[Said]:
         fix = (
             f"-tp {size}" if size > fit.tensor_parallel else "-tp for more memory, or a second server on the other GPUs"
         )
+        stages = f" and pipeline_parallel_size {fit.pipeline_parallel}" if fit.pipeline_parallel > 1 else ""
         yield (
-            f"tensor_parallel_size is {fit.tensor_parallel} on a machine with {devices} GPUs:"
+            f"tensor_parallel_size is {fit.tensor_parallel}{stages} on a machine with {devices} GPUs:"
             f" {idle} {'is' if idle == 1 else 'are'} unused",
             fix,
         )

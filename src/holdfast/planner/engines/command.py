@@ -28,6 +28,8 @@ class Command:
     engine: str
     text: str
     """Empty: there is none that could be run; the notes say why."""
+    nodes: tuple[str, ...] = ()
+    """Of several machines, the command for each; `text` is the first of them, the head's. Empty: there is one."""
     available: bool = True
     """False: this version of the engine does not take it, or something has to be made first; the notes say what."""
     notes: tuple[str, ...] = ()

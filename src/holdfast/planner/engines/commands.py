@@ -36,6 +36,7 @@ from holdfast.planner.engines.command import (
     written_size,
 )
 from holdfast.planner.engines.fp8_loading import loaded_whole
+from holdfast.planner.engines.nodes import on_nodes
 from holdfast.planner.engines.vllm_command import USUAL_BLOCK_TOKENS, vllm_command
 from holdfast.planner.fit.search import DEFAULT_UTILIZATION, Plan
 from holdfast.planner.fit.search import fit as fit_again
@@ -81,8 +82,8 @@ def commands(fit: Plan, *, sequences: int, vllm: Vllm | None = None) -> dict[str
     )
     if fit.question.settings.offloads and fit.question.machine.kind == "gpu":
         found = (found[0], *(_without_streaming(one) for one in found[1:]))
-    shown = shown_gpus(fit)
-    return {one.engine: replace(one, text=shown + one.text) if one.text else one for one in found}
+    shown, nodes = shown_gpus(fit), fit.question.settings.nodes
+    return {one.engine: on_nodes(replace(one, text=shown + one.text) if one.text else one, nodes) for one in found}
 
 
 def _without_streaming(command: Command) -> Command:
@@ -111,7 +112,9 @@ def _holdfast_settings(fit: Plan, sequences: int) -> dict[str, object]:
     """None: as it is by itself."""
     asked, device, step = fit.question.settings, fit.ranks[0].device, fit.limits.max_num_batched_tokens
     usual = GPU_STEP_TOKENS if fit.question.machine.kind == "gpu" else CPU_STEP_TOKENS
-    budget = None if device.budget_bytes is None else written_size(device.budget_bytes)
+    # What is planned is one engine on all machines; --ram is all engines' on one.
+    shared = None if device.budget_bytes is None else device.budget_bytes * asked.data_parallel // asked.nodes
+    budget = None if shared is None else written_size(shared if device.kind == "cpu" else device.budget_bytes or 0)
     by_default = budget is not None or fit.utilization == DEFAULT_UTILIZATION
     return {
         "max_model_len": fit.limits.max_model_len,
@@ -125,6 +128,7 @@ def _holdfast_settings(fit: Plan, sequences: int) -> dict[str, object]:
         "expand_weights": None if asked.expand_weights == "auto" else asked.expand_weights,
         **_offload_settings(fit),
         **parallel(fit),
+        **({"device": "cpu"} if fit.own is not None and fit.own.rank_count > 1 else {}),
         "enable_expert_parallel": True if fit.own is not None and any(one.experts for one in fit.own.shards) else None,
         "enable_lora": True if asked.max_loras else None,
         "max_loras": asked.max_loras or None,
@@ -271,13 +275,13 @@ def _llama_command(planned: Plan, sequences: int) -> Command:
         "cache_type_k": None if kv_type == "f16" else kv_type,
         "cache_type_v": None if kv_type == "f16" else kv_type,
         "flash_attn": "on" if kv_type == "q8_0" else None,
-        "split_mode": "layer" if split else None,
+        "split_mode": "layer" if split and on_gpu else None,
     }
     draft = planned.question.model.draft
     drafted = ModelSource(name="", flags={}) if draft is None else llama_source(draft, planned.weights_dtype)
     settings |= {_LLAMA_DRAFT[flag]: value for flag, value in drafted.flags.items() if flag in _LLAMA_DRAFT}
     notes += drafted.notes
-    if split:
+    if split and on_gpu:
         notes.append("it splits whole layers over the GPUs instead of each layer")
     if slots > 1:
         notes.append(f"-c is shared by all slots: {each:,} tokens each")

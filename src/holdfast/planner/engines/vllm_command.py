@@ -200,7 +200,10 @@ def _others(found: Plan, source: ModelSource, vllm: Vllm) -> dict[str, object]:
         "load_format": "bitsandbytes" if made and vllm.has("bitsandbytes-needs-load-format") else None,
         "enforce_eager": True if not asked.graphs or (made and vllm.has("bitsandbytes-needs-eager")) else None,
         **parallel(found),
-        "enable_expert_parallel": True if asked.expert_parallel else None,
+        # Of one rank it would change nothing.
+        "enable_expert_parallel": True
+        if asked.expert_parallel and found.tensor_parallel * asked.data_parallel > 1
+        else None,
         **_stretching(found, vllm),
         "speculative_config": _speculation(found),
         "limit_mm_per_prompt": NO_IMAGES if asked.text_only and _sees(found) else None,

@@ -83,6 +83,8 @@ class CpuCount:
     """At the peak of loading, before any of the terms of a step."""
     fixed_terms: Mapping[str, int]
     """Those of a step that no length changes, in their order, and 0 for the others."""
+    of_ranks: tuple[Mapping[str, int], ...]
+    """What each rank has of both."""
 
     @property
     def settings(self) -> Settings:
@@ -113,6 +115,14 @@ class CpuCount:
         return tuple(
             one.nbytes(dtype=self.dtype, expand=self.expand, compiled=self.compiled) for one in self.shares.weights
         )
+
+    def rank_terms(self, length: int) -> tuple[Mapping[str, int], ...]:
+        """What each rank alone takes of terms and loading, but for weights and pool; of the first without the tokens of
+        requests and the books of the pool. Empty where there is one."""
+        if self.shares.count == 1:
+            return ()
+        buffers = cpu.buffers_bytes(self.layout, replace(self.limits, max_model_len=length))
+        return tuple({**one, "buffers": buffers} for one in self.of_ranks)
 
     @property
     def loading_bytes(self) -> int:
@@ -211,7 +221,7 @@ def count_on_cpu(question: Question, limits: Limits, *, expand: bool) -> CpuCoun
     settings, dtype, weights = question.settings, compute_dtype(question), engine_weights(Same(question.model))
     assert weights is not None, "asked of what runs_on_cpu says this engine runs"
     spec = weights.spec
-    compiled, step = question.machine.compiled_kernels and dtype == "float32", limits.max_num_batched_tokens
+    compiled = question.machine.compiled_kernels and dtype == "float32"
     split = settings.ranks, settings.stages, settings.expert_placement if settings.expert_parallel else None
     shares = rank_shares(Same(weights), *split, dtype=dtype, expand=expand, compiled=compiled)
     streamed = None
@@ -220,36 +230,19 @@ def count_on_cpu(question: Question, limits: Limits, *, expand: bool) -> CpuCoun
         streamed = streamed_layers(by_layer, settings.streamed_layers, settings.layers_on_disk)
     held = {
         "front": settings.front_bytes,
-        "framework": (1 + shares.followers) * cpu.FRAMEWORK_BYTES,
+        "framework": shares.count * cpu.FRAMEWORK_BYTES,
         "libraries": cpu.LIBRARIES_BYTES,  # Pages of files, which all processes have together.
         "weights": sum(one.nbytes(dtype=dtype, expand=expand, compiled=compiled) for one in shares.weights)
         - (0 if streamed is None else streamed.weights_bytes),
         "layer_slots": 0 if streamed is None else streamed.slots_bytes,
     }
     held = {name: size for name, size in held.items() if size}
-    scratch = adapters = 0
-    if question.machine.processor.copies_matrices(dtype):
-        scratch = sum(
-            cpu.scratch_bytes(one.spec, one.stored, limits, dtype=dtype, expand=expand, compiled=compiled)
-            for one in shares.weights
-        )
-    attention = _compiled_attention(settings, compiled)
-    activations = 0
-    for one in shares.weights:
-        decoded = one.in_codes(expand=expand) and not (compiled and one.compiles())
-        activations += cpu.activations_bytes(
-            one.spec, limits, dtype=dtype, compiled_attention=attention, compiled=compiled and not decoded
-        )
-        activations += cpu.decoding_bytes(one.spec, limits, rounded=one.rounds_inputs(None)) if decoded else 0
-    activations += shares.step_bytes(limits, dtype=dtype)
-    if settings.max_loras:
-        rank, copies = settings.max_lora_rank, lora.copy_rows(settings.lora_copies, on_cpu=True)
-        for one in shares.weights:
-            adapters += lora.held_bytes(one.spec, dtype=dtype, places=settings.max_loras, max_rank=rank, copies=copies)
-            activations += lora.step_bytes(one.spec, step, dtype=dtype, max_rank=rank)
+    of_ranks = _of_ranks(question, limits, shares, dtype=dtype, expand=expand, compiled=compiled)
+    step_terms = {name: sum(rank[name] for rank in of_ranks) for name in of_ranks[0]}
     layout = shares.kv_layout(block_tokens=settings.block_tokens, kv_dtype=kv_dtype(question))
     stored_kv = kv_store_bytes(settings.kv_store_size, layout.page_bytes) if settings.kv_store_size else 0
     grammars = forms_bytes(spec.vocab_size, limits.max_num_seqs) if settings.structured_output else 0
+    staging = shares.staging_bytes(dtype=dtype, expand=expand, compiled=compiled)
     return CpuCount(
         question=question,
         limits=limits,
@@ -261,13 +254,44 @@ def count_on_cpu(question: Question, limits: Limits, *, expand: bool) -> CpuCoun
         compiled=compiled,
         streamed=streamed,
         shares=shares,
-        loading_terms={**held, "staging": shares.staging_bytes(dtype=dtype, expand=expand, compiled=compiled)},
+        loading_terms={**held, "staging": sum(staging)},
         fixed_terms={
-            **held, "scratch": scratch, "activations": activations,
-            **shares.exchange(limits, dtype=dtype), "adapters": adapters, "logits": 0, "buffers": 0,
+            **held, "scratch": step_terms["scratch"], "activations": step_terms["activations"],
+            **shares.exchange(limits, dtype=dtype), "adapters": step_terms["adapters"], "logits": 0, "buffers": 0,
             "grammars": grammars, **({"kv_store": stored_kv} if stored_kv else {}),
         },
+        of_ranks=tuple(
+            {"framework": cpu.FRAMEWORK_BYTES, **one, "staging": own}
+            for one, own in zip(of_ranks, staging, strict=True)
+        ),
     )  # fmt: skip
+
+
+def _of_ranks(
+    question: Question, limits: Limits, shares: RankShares, *, dtype: str, expand: bool, compiled: bool
+) -> list[dict[str, int]]:
+    """What the steps of each rank take beside weights, buffers and pool."""
+    settings, step, found = question.settings, limits.max_num_batched_tokens, list[dict[str, int]]()
+    attention, copies = _compiled_attention(settings, compiled), question.machine.processor.copies_matrices(dtype)
+    for rank, one in enumerate(shares.weights):
+        terms = {"scratch": 0, "activations": shares.step_bytes(rank, limits, dtype=dtype), "adapters": 0}
+        if copies:
+            terms["scratch"] = cpu.scratch_bytes(
+                one.spec, one.stored, limits, dtype=dtype, expand=expand, compiled=compiled
+            )
+        decoded = one.in_codes(expand=expand) and not (compiled and one.compiles())
+        terms["activations"] += cpu.activations_bytes(
+            one.spec, limits, dtype=dtype, compiled_attention=attention, compiled=compiled and not decoded
+        )
+        terms["activations"] += cpu.decoding_bytes(one.spec, limits, rounded=one.rounds_inputs(None)) if decoded else 0
+        if settings.max_loras:
+            most, kept = settings.max_lora_rank, lora.copy_rows(settings.lora_copies, on_cpu=True)
+            terms["adapters"] = lora.held_bytes(
+                one.spec, dtype=dtype, places=settings.max_loras, max_rank=most, copies=kept
+            )
+            terms["activations"] += lora.step_bytes(one.spec, step, dtype=dtype, max_rank=most)
+        found.append(terms)
+    return found
 
 
 def _compiled_attention(settings: Settings, compiled: bool) -> bool:
@@ -349,6 +373,7 @@ def _counted(question: Question, limits: Limits, lowered: bool) -> Plan:
             shards=count.shares.shards,
             stages=count.shares.stages,
             rank_weights=count.rank_weights,
+            rank_terms=count.rank_terms(length or least),
             slot_bytes=count.shares.slot_bytes(limits, dtype=count.dtype),
             stream_bytes=count.shares.stream_bytes(limits, dtype=count.dtype),
             answer_bytes=count.shares.answer_bytes(limits, dtype=count.dtype),

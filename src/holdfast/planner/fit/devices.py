@@ -19,7 +19,7 @@ from holdfast.planner.fit.result import Plan, describe_devices, device_budget
 from holdfast.planner.inputs.question import Device, Question
 from holdfast.planner.sizing.dtype import chosen_dtype, chosen_kv_dtype, outgrows_half
 from holdfast.planner.sizing.engine_weights import engine_weights
-from holdfast.planner.sizing.sharded_weights import AS_STORED
+from holdfast.planner.sizing.sharded_weights import AS_STORED, stage_layers
 from holdfast.planner.sizing.terms import encoder_images
 from holdfast.units import counted, format_bytes
 
@@ -92,9 +92,7 @@ def parallel_size(found: Plan) -> Decision:
     devices, used = len(question.machine.devices), len(found.ranks)
     what = "it" if question.stated else "it with that context length"
     if question.settings.tensor_parallel is not None:
-        left = devices - used
-        reason = f"as set: {left} of {devices} GPUs {'is' if left == 1 else 'are'} unused" if left else "all GPUs"
-        return Decision("tensor_parallel_size", str(found.tensor_parallel), reason, "set")
+        return Decision("tensor_parallel_size", str(found.tensor_parallel), _as_set(found), "set")
     if not found.fits:
         reason = f"it does not fit; of {devices} GPUs this split holds the most"
     elif found.pipeline_parallel > 1:
@@ -104,6 +102,56 @@ def parallel_size(found: Plan) -> Decision:
     else:
         reason = f"the fewest GPUs that hold {what}, of {devices}"
     return Decision("tensor_parallel_size", str(found.tensor_parallel), reason, "planner")
+
+
+def _as_set(found: Plan) -> str:
+    """Which GPUs so many are: of a stage, of a replica, or of all."""
+    question, stages, each = found.question, found.pipeline_parallel, counted(found.tensor_parallel, "GPU")
+    devices, used = len(question.machine.devices), len(found.ranks)
+    every = f"all {devices} GPUs" if stages > 1 else "all GPUs"
+    every = f"the {counted(devices, 'GPU')} of each replica" if question.settings.data_parallel > 1 else every
+    left = f"{devices - used} of {devices} GPUs {'is' if devices - used == 1 else 'are'} unused"
+    if stages > 1:
+        return f"{each} in each of {stages} stages: {every if used == devices else left}"
+    return every if used == devices else f"as set: {left}"
+
+
+def set_stages(found: Plan) -> Iterator[Decision]:
+    """Where a number of them was asked for: which layers are on which GPUs."""
+    if found.pipeline_parallel == 1 or found.own is not None:  # Ranks of this engine on a CPU have rows of their own.
+        return
+    said = list[str]()
+    for index, layers in enumerate(stage_layers(len(found.question.model.spec.layers), found.pipeline_parallel)):
+        used = [str(rank.device.index) for rank in found.ranks if rank.stage == index]
+        which = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
+        said.append(f"{which} on {'GPU' if len(used) == 1 else 'GPUs'} {', '.join(used)}")
+    yield Decision("pipeline_parallel_size", str(found.pipeline_parallel), "; ".join(said), "set")
+
+
+def whole_experts(found: Plan) -> Decision:
+    """What dealing experts out whole comes to with these sizes. On GPUs engines of --data-parallel-size do it together;
+    here each is by itself."""
+    settings, on_gpu = found.question.settings, found.question.machine.kind == "gpu"
+    ranks, engines = max(found.tensor_parallel, settings.ranks), settings.data_parallel
+    together, device = ranks * (engines if on_gpu else 1), "GPU" if on_gpu else "rank"
+    if together == 1:
+        reason = (
+            f"experts are dealt out among the {device}s of -tp, and one has all of them; -tp 2 or more divides them"
+        )
+        if found.pipeline_parallel > 1:
+            reason += "; -pp divides layers, and no experts"
+        if engines > 1:
+            reason += "; engines of -dp share nothing"
+        return Decision("enable_expert_parallel", "without effect", reason, "set")
+    count = max(layer.experts.count for layer in found.question.model.spec.layers if layer.experts is not None)
+    each = f"{count // together}" if count % together == 0 else f"{count // together} or {count // together + 1}"
+    who, without = f"{together} {device}s", "a part of every one"
+    if on_gpu and engines > 1:
+        who, without = f"the {together} {device}s of {engines} replicas", "every replica has all of them"
+    elif found.pipeline_parallel > 1:
+        who = f"the {ranks} {device}s of a stage"
+    reason = f"each of {who} has {each} of the {count} experts of a layer, whole; without it, {without}"
+    return Decision("enable_expert_parallel", each, reason, "set")
 
 
 def stages(found: Plan) -> Decision:

@@ -136,6 +136,9 @@ class EngineChoices:
     """Of a pipeline, each with the ranks of `shards` or with one; empty: every rank has a part of all layers."""
     rank_weights: tuple[int, ...] = ()
     """Bytes of each rank's weights."""
+    rank_terms: tuple[Mapping[str, int], ...] = ()
+    """Of each rank on a CPU, where there are several: bytes by term of what it alone takes, `staging` while it loads
+    among them, weights and pool not. What of a term none of them has is the first rank's."""
     slot_bytes: int = 0
     """Of what one rank shows the others of its stage at a time."""
     stream_bytes: int = 0

@@ -66,7 +66,11 @@ def _whole(question: Question) -> Plan:
 
 def _staged(question: Question) -> Plan:
     if not question.settings.stages_open:
-        return _fit(question)
+        as_set = _fit(question)
+        said = list(as_set.decisions)
+        sizes_end = 1 + max((at for at, one in enumerate(said) if one.field == "tensor_parallel_size"), default=-1)
+        said[sizes_end:sizes_end] = choices.set_stages(as_set)
+        return replace(as_set, decisions=tuple(said))
     found = _fit(_in_stages(question, 1))
     if found.fits or cannot_hold_weights(question):
         return found
@@ -199,6 +203,8 @@ def _said(question: Question, rungs: tuple[LimitPreset, ...], rung: int, found: 
             *choices.weights(found),
             *choices.products(found),
         ]
+    if settings.expert_parallel and not any(one.field == "enable_expert_parallel" for one in decisions):
+        decisions.append(choices.whole_experts(found))
     if settings.max_model_len is None:
         most, streamed = question.model.spec.max_position, settings.offloads and not ours
         chosen = length_decision(served, most, longest, fits=found.fits, streamed=streamed)

@@ -42,7 +42,9 @@ def one_replica(machine: Machine, config: PlanConfig) -> tuple[Machine, tuple[De
     least = min(groups, key=lambda group: min(device.total_bytes for device in group))
     reason = f"each on {counted(each, 'GPU')}, with its own weights and KV; what follows is of one of them"
     if config.enable_expert_parallel:
-        reason = f"each on {counted(each, 'GPU')}, with its own KV; experts are divided over all {wanted}"
+        reason = f"each on {counted(each, 'GPU')}, with its own KV; experts are divided over all {wanted} GPUs"
+    if left := len(devices) - wanted:
+        reason += f"; {left} of {len(devices)} GPUs {'is' if left == 1 else 'are'} unused"
     said = Decision("data_parallel_size", counted(replicas, "replica"), reason, "set")
     return replace(machine, devices=least, aside=()), (said,)
 
@@ -68,13 +70,21 @@ def all_machines(machine: Machine, config: PlanConfig) -> tuple[Machine, tuple[D
     nodes, ranks = config.nnodes, ranks_of_a_replica(config)
     if nodes == 1:
         return machine, ()
-    if machine.kind != "cpu" or ranks % nodes:
-        several = machine.kind != "cpu"
+    if machine.kind != "cpu":
         raise ConfigurationError(
-            "of several machines those with CPUs are planned" if several else f"{ranks} ranks are not on {nodes} nodes",
+            f"--nnodes {nodes} is planned for CPUs so far, and this plan is on {machine.devices[0].name}",
             code=WRONG_NODES,
-            needed="--device cpu" if several else "a number of ranks, -tp times -pp, that nnodes divides",
-            fix="GPUs of all machines with --gpu NAMExN" if several else f"-pp {nodes}",
+            needed="--device cpu",
+            fix="--device cpu; or leave --nnodes out and name the GPUs of all machines together, as --gpu h100-80x16",
+            field="nnodes",
+        )
+    if ranks % nodes:
+        size, stages = config.tensor_parallel_size or 1, config.pipeline_parallel_size or 1
+        raise ConfigurationError(
+            f"{counted(ranks, 'rank')} (-tp {size} x -pp {stages}) cannot be on {nodes} nodes, as many on each",
+            code=WRONG_NODES,
+            needed="a number of ranks that nnodes divides",
+            fix=f"-pp {nodes}, with -tp for the ranks of one node",
             field="nnodes",
         )
     devices = tuple(
@@ -86,7 +96,7 @@ def all_machines(machine: Machine, config: PlanConfig) -> tuple[Machine, tuple[D
         )
         for device in machine.devices
     )
-    reason = "each as large as this one; memory is that of all of them"
+    reason = "each as large as this one"
     said = Decision("nnodes", counted(nodes, "node"), reason, "set")
     return replace(machine, devices=devices, cores=machine.cores * nodes), (said,)
 

@@ -29,6 +29,7 @@ from holdfast.planner.report.llama_layers import llama_layers
 from holdfast.planner.report.offload import Offload
 from holdfast.planner.report.remedy_commands import RemedyCommands, remedy_commands
 from holdfast.planner.report.text import lines
+from holdfast.planner.serve.shares.nodes import held_by_each, node_shares
 from holdfast.planner.serve.streamed import least_streamed
 from holdfast.planner.sizing.host_ram import usual_kv_ram
 from holdfast.units import format_bytes
@@ -60,6 +61,7 @@ def answer(question: Question, *, engine: str | None = None) -> PlanAnswer:
     """`engine`: whose commands are wanted, as `holdfast plan --for` takes it. An impossible question is refused."""
     name, vllm = (None, Vllm()) if engine is None else parse_engine(engine)
     found, offload = _placed(replace(question, engine=name, vllm=vllm))
+    found = held_by_each(found)
     ways = tuple(way for way in ways_out(found) if _is_for(way, name, vllm))
     unreadable = too_long(question)
     from_disk = question.machine.kind == "cpu" and _file_bytes(found) > 0
@@ -169,12 +171,13 @@ def _kv_ram(found: Plan) -> Iterator[Decision]:
 def _budgets(found: Plan) -> list[Decision]:
     """One for each kind of device, where they are not alike."""
     groups: dict[tuple[str, str], list[Rank]] = {}
-    for rank in found.ranks:
+    for rank in node_shares(found):
         groups.setdefault((rank.device.name, describe_budget(rank, found.utilization)), []).append(rank)
     decisions = []
     for (name, value), ranks in groups.items():
         device = ranks[0].device
         source = "measured" if device.measured else "catalogue" if device.gpu is not None else "set"
-        every = "" if len(ranks) == 1 else f" on each of {len(ranks)}"
+        each = f" on each of {len(ranks)}{' nodes' if found.question.settings.nodes > 1 else ''}"
+        every = "" if len(ranks) == 1 else each
         decisions.append(Decision("budget", value, f"usable memory of {name}{every}", source))
     return decisions

@@ -15,6 +15,7 @@ from holdfast.planner.fit.search import Plan, Rank
 from holdfast.planner.report.offload import offload_document
 from holdfast.planner.report.ranks import rank_rows
 from holdfast.planner.report.wrapping import rounded_down
+from holdfast.planner.serve.shares.nodes import node_shares
 
 if TYPE_CHECKING:
     from holdfast.planner.report.findings import PlanFindings
@@ -136,7 +137,7 @@ def _traffic(found: Plan) -> dict[str, Any] | None:
 
 
 def _devices(found: Plan) -> list[dict[str, Any]]:
-    rows = [_rank(rank, found) for rank in found.ranks]
+    rows = [_rank(rank, found) for rank in node_shares(found)]
     for device in found.question.machine.all_devices[len(found.ranks) :]:
         rows.append(
             {
@@ -226,6 +227,7 @@ def _configuration(one: Configuration | None, vllm: Vllm) -> dict[str, Any] | No
 def _commands(by_engine: Mapping[str, Command]) -> dict[str, Any]:
     return {
         "commands": {name: command.text for name, command in by_engine.items()},
+        "node_commands": {name: list(command.nodes) for name, command in by_engine.items() if command.nodes},
         "command_notes": {name: _notes(command) for name, command in by_engine.items()},
     }
 

@@ -22,6 +22,7 @@ from holdfast.planner.report.findings import PlanFindings
 from holdfast.planner.report.offload import offload_lines
 from holdfast.planner.report.ranks import rank_lines
 from holdfast.planner.report.wrapping import LEAST_WIDTH, Paint, rounded_down, wrapped
+from holdfast.planner.serve.shares.nodes import node_shares
 from holdfast.planner.sizing.terms import Term
 from holdfast.units import counted, format_bytes
 
@@ -35,6 +36,8 @@ SEGMENTS = (
 """What a bar is made of, its mark and its colour. Overhead is everything that is neither weights nor KV."""
 SHORT_MARK, SHORT_COLOUR = "!", "31"
 LABEL_WIDTH = 13
+SHOWN_NODES = 4
+"""Commands of more differ in their number alone."""
 
 
 def lines(
@@ -76,6 +79,8 @@ def _titled(title: str, body: Iterable[str], paint: Paint) -> list[str]:
 def _headline(answer: PlanFindings, width: int, paint: Paint) -> Iterator[str]:
     found, model = answer.fit, answer.question.model
     where = describe_devices([rank.device for rank in found.ranks])
+    nodes = answer.question.settings.nodes
+    where = f"{nodes} nodes, each with {where}" if nodes > 1 else where
     if answer.lacks:
         verdict, code = f"fits, but {_lacking(answer)}", "1;33"
     elif answer.fits:
@@ -120,7 +125,7 @@ def _offload(answer: PlanFindings, width: int) -> Iterator[str]:
 def _devices(answer: PlanFindings, width: int, paint: Paint) -> Iterator[str]:
     """Ranks that look alike are drawn once."""
     groups, look = list[list[Rank]](), attrgetter("device.name", "budget_bytes", "terms", "stage")
-    for rank in answer.fit.ranks:
+    for rank in node_shares(answer.fit):
         if groups and look(groups[-1][0]) == look(rank):
             groups[-1].append(rank)
         else:
@@ -161,7 +166,8 @@ def sizes(answer: PlanFindings, rank: Rank) -> dict[str, int]:
 def _rank(answer: PlanFindings, group: list[Rank], width: int, paint: Paint) -> Iterator[str]:
     rank = group[0]
     device, parts = rank.device, sizes(answer, rank)
-    kind = "GPU" if device.kind == "gpu" else "CPU"
+    several = answer.question.settings.nodes > 1
+    kind = "Node" if several else "GPU" if device.kind == "gpu" else "CPU"
     numbers = str(device.index) if len(group) == 1 else f"{device.index}-{group[-1].device.index}"
     of = f"{format_bytes(device.total_bytes)}, budget {format_bytes(rank.budget_bytes)}"
     each = "" if len(group) == 1 else ", each: the figures below are for one"
@@ -399,18 +405,32 @@ def command_lines(command: Command, width: int) -> list[str]:
     """The command first, broken after whole words with a backslash; then what must be known of it, as comments. Of one
     that the engine refuses only why: it would be pasted."""
     if command.lacks:
-        command = replace(command, text="", notes=command.lacks)
+        command = replace(command, text="", nodes=(), notes=command.lacks)
     found: list[str] = []
-    line = " "
-    for word in _words(command.text):
+    if not command.text:
+        found.append(f"  {profile(command.engine).name}, no command:")
+    elif command.nodes:
+        found.append(f"  # {profile(command.engine).name} on {len(command.nodes)} nodes")
+    last = len(command.nodes) - 1
+    for node, text in enumerate(command.nodes[:SHOWN_NODES] or (command.text,)):
+        if command.nodes:
+            every = f"nodes {node} to {last}, each with its own --node-rank" if node == SHOWN_NODES - 1 < last else ""
+            who = "node 0, the head: it serves the API" if node == 0 else every or f"node {node}"
+            found.append(f"  # {who}")
+        found += _broken(text, width)
+    for note in command.notes:
+        found += wrapped(note, width, "    # ", "    # ")
+    return found
+
+
+def _broken(text: str, width: int) -> list[str]:
+    found, line = list[str](), " "
+    for word in _words(text):
         if len(line) + 1 + len(word) > width - 2 and line.strip():
             found.append(f"{line} \\")
             line = "    "
         line += f" {word}"
-    found.append(line if line.strip() else f"  {profile(command.engine).name}, no command:")
-    for note in command.notes:
-        found += wrapped(note, width, "    # ", "    # ")
-    return found
+    return [*found, line] if line.strip() else found
 
 
 def _words(text: str) -> list[str]:

@@ -23,7 +23,7 @@ def refuse_with_ranks(
     config: EngineConfig, spec: ModelSpec, stored: Mapping[str, StoredTensor] | None, *, compiled_kernels: bool
 ) -> None:
     """Raises ConfigurationError for the first of them. Nothing is refused of one rank."""
-    _check_experts(config, spec)
+    check_experts(config.enable_expert_parallel, spec)
     sizes = {name: getattr(config, name) for name in ("tensor_parallel_size", "pipeline_parallel_size")}
     several = [f"{name} is {size}" for name, size in sizes.items() if size > 1]
     if not several:
@@ -56,9 +56,9 @@ def expert_parallel_said(config: EngineConfig) -> Iterator[Decision]:
         yield Decision("enable_expert_parallel", "in each engine", reason, "set")
 
 
-def _check_experts(config: EngineConfig, spec: ModelSpec) -> None:
+def check_experts(asked: bool, spec: ModelSpec) -> None:
     """That there are some to deal out, where that was asked for."""
-    if config.enable_expert_parallel and all(layer.experts is None for layer in spec.layers):
+    if asked and all(layer.experts is None for layer in spec.layers):
         raise ConfigurationError(
             "enable_expert_parallel is set, but this model has no experts",
             code=NOT_WITH_RANKS,

@@ -103,24 +103,22 @@ class RankShares:
         beside = gpu.beside_ranks_bytes(self.spec, limits, self.shards[0].vocab_rows, dtype=dtype)
         return (Term(EXCHANGE, gpu.exchange_memory_bytes(self.gpu_slot_bytes(limits, dtype=dtype)) + beside),)
 
-    def step_bytes(self, limits: Limits, *, dtype: str) -> int:
+    def step_bytes(self, rank: int, limits: Limits, *, dtype: str) -> int:
+        """Of one rank, beside its activations, where there are several."""
         if self.count == 1:
             return 0
-        total = 0
-        for rank, one in enumerate(self.weights):
-            stage, shard = self._of(rank)
-            vocab = self.spec.vocab_size if shard is None else shard.vocab_rows
-            shows = stage.is_last if stage is not None else shard is not None
-            total += _step_bytes(one.spec, limits, dtype=dtype, vocab=vocab if shows else 0, sums=shard is not None)
-            total += _divided_bytes(one.spec, limits) if one.divides_inputs() else 0
-        return total
+        one, (stage, shard) = self.weights[rank], self._of(rank)
+        vocab = self.spec.vocab_size if shard is None else shard.vocab_rows
+        shows = stage.is_last if stage is not None else shard is not None
+        own = _step_bytes(one.spec, limits, dtype=dtype, vocab=vocab if shows else 0, sums=shard is not None)
+        return own + (_divided_bytes(one.spec, limits) if one.divides_inputs() else 0)
 
-    def staging_bytes(self, *, dtype: str, expand: bool, compiled: bool) -> int:
-        """Of all ranks, which load side by side: what each holds beside its weights in place."""
+    def staging_bytes(self, *, dtype: str, expand: bool, compiled: bool) -> tuple[int, ...]:
+        """Of each rank, which load side by side: what it holds beside its weights in place."""
         if self.count == 1:
             (alone,) = self.weights
-            return cpu.staging_bytes(alone.stored) + alone.quantizing_bytes
-        return sum(_staging_bytes(Same(one), dtype, expand, compiled) for one in self.weights)
+            return (cpu.staging_bytes(alone.stored) + alone.quantizing_bytes,)
+        return tuple(_staging_bytes(Same(one), dtype, expand, compiled) for one in self.weights)
 
     def slot_bytes(self, limits: Limits, *, dtype: str) -> int:
         """Of what one rank shows the others of its stage; 0: there are no other ranks."""

@@ -15,7 +15,7 @@ from holdfast.cli.servers.reach import DEFAULT_URL
 if TYPE_CHECKING:
     import httpx
 
-    from holdfast.cli.servers.registry import RunningServer
+    from holdfast.cli.servers.registry import NodeState, RunningServer
 
 HELP = (
     """Show which servers run on this machine, whether they are ready and what memory they use, planned and measured."""
@@ -31,7 +31,9 @@ EXAMPLES = """examples:
 
 Where none is known on this machine, http://127.0.0.1:8000 is asked.
 
-exit codes: 0 all are ready, 1 one is not or there is none, 2 an address is not valid
+A machine that is not the head of several (--nnodes) has no API: it is shown as a node, with its head and its ranks.
+
+exit codes: 0 all are ready or joined, 1 one is not or there is none, 2 an address is not valid
 """
 
 NONE_KNOWN = (
@@ -39,6 +41,9 @@ NONE_KNOWN = (
     "  a server elsewhere: holdfast ps localhost:8123",
 )
 READY, NOT_READY = 0, 1
+JOINED, WAITING = "joined", "waiting"
+"""Of a node that is not the head."""
+HEAD_IS_SOUGHT = "  it serves no API; the head is the same command with --node-rank 0, on the machine with that address"
 OK = 200
 NEEDS_A_KEY = (401, 403)
 
@@ -57,8 +62,12 @@ def run(arguments: argparse.Namespace) -> int:
     known = addresses_of(arguments.urls)
     found = []
     for address in known or [ServerAddress(DEFAULT_URL)]:
-        with address.client() as client:
-            answer = ask(client, address.base)
+        node = None if address.server is None else address.server.node
+        if node is not None:
+            answer = node_answer(node)
+        else:
+            with address.client() as client:
+                answer = ask(client, address.base)
         process = None if address.server is None else _process(address.server)
         found.append(answer | {"url": address.url, "process": process})
     if arguments.json:
@@ -67,7 +76,24 @@ def run(arguments: argparse.Namespace) -> int:
         say(line for answer in found for line in lines(answer, verbose=arguments.verbose))
         if not known and found[0]["status"] == "unreachable":
             say(NONE_KNOWN)
-    return READY if all(answer["status"] == "ready" for answer in found) else NOT_READY
+    return READY if all(answer["status"] in ("ready", JOINED) for answer in found) else NOT_READY
+
+
+def node_answer(node: NodeState) -> dict[str, Any]:
+    """Of a node without an API: nobody is asked, its entry says it."""
+    import msgspec
+
+    from holdfast.units import format_duration
+
+    since = "" if node.joined is None else f" for {format_duration(time.time() - node.since_s)}"
+    ranks = f"{node.named_ranks} of {node.all_ranks}"
+    status, reason = {
+        True: (JOINED, f"to the head at {node.head}{since}, with {ranks}"),
+        False: (WAITING, f"for the head at {node.head}{since}; {ranks} will run here"),
+        None: ("running", f"for the head at {node.head}, with {ranks}"),
+    }[node.joined]
+    known = msgspec.to_builtins(node)
+    return {"url": "", "status": status, "reason": reason, "memory": None, "node": known}
 
 
 def ask(client: httpx.Client, address: str) -> dict[str, Any]:
@@ -127,6 +153,10 @@ def lines(answer: dict[str, Any], *, verbose: bool = False) -> list[str]:
     from holdfast.observability.decisions import SAMPLING
     from holdfast.observability.ledger import VERSION, Ledger, ledger_lines, summary_lines
 
+    if answer.get("node"):
+        said = f"{answer['url']}  {answer['status']} {answer['reason']}"
+        looks = [HEAD_IS_SOUGHT] if answer["status"] == WAITING else []
+        return [said, *([_process_line(answer["process"])] if answer.get("process") else []), *looks]
     reason = f": {answer['reason']}" if answer["reason"] else ""
     said, memory = f"{answer['url']}  {answer['status']}{reason}", answer["memory"]
     process = [_process_line(answer["process"])] if answer.get("process") else []

@@ -114,6 +114,8 @@ def _not_by_name(server: RunningServer, word: str) -> ConfigurationError:
 
 
 def _place(server: RunningServer) -> str:
+    if server.node is not None:
+        return server.url
     return f"port {server.port}" if server.socket is None else server.socket
 
 

@@ -109,7 +109,9 @@ class WatchedServers:
             one.close()
 
     def look(self) -> list[ServerLook]:
-        addresses = addresses_of(self._urls) or [ServerAddress(DEFAULT_URL)]
+        # A node without an API has nothing to show: `holdfast ps` lists it, and its ranks are on its head's screen.
+        found = [one for one in addresses_of(self._urls) if one.server is None or one.server.node is None]
+        addresses = found or [ServerAddress(DEFAULT_URL)]
         for gone in self._known.keys() - {address.url for address in addresses}:
             self._known.pop(gone).close()
         for address in addresses:

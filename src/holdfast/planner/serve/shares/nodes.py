@@ -14,8 +14,10 @@ from holdfast.config import EngineConfig
 from holdfast.errors import DoesNotFitError
 from holdfast.footprint.cpu import BOOK_BYTES
 from holdfast.hardware import Memory
-from holdfast.planner.fit.result import Plan
+from holdfast.observability.decisions import Decision
+from holdfast.planner.fit.result import Plan, Rank
 from holdfast.planner.serve.settle import longest_context, settle_pool
+from holdfast.planner.sizing.terms import Term
 from holdfast.units import counted, format_bytes
 
 OF_THE_HEAD = ("front", "logits", "grammars")
@@ -45,20 +47,26 @@ def all_nodes(machine: Memory, nodes: int) -> Memory:
 
 def node_terms(plan: Plan, node: int, nodes: int) -> dict[str, int]:
     """What the ranks of a node take, but for the pool."""
+    return {name: _part(plan, name, size, node, nodes) for name, size in plan.terms.items() if name != "kv_pool"}
+
+
+def node_loading(plan: Plan, node: int, nodes: int) -> dict[str, int]:
+    """The same at the peak of loading: what a rank reads at a time lies where that rank is."""
+    return {term.name: _part(plan, term.name, term.nbytes, node, nodes) for term in plan.ranks[0].loading}
+
+
+def _part(plan: Plan, name: str, nbytes: int, node: int, nodes: int) -> int:
+    """Of a term of all ranks. What no rank has for itself, the first one has."""
     engine, ranks = plan.engine, ranks_of(plan, node, nodes)
-    found = dict[str, int]()
-    for name, size in plan.terms.items():
-        if name == "kv_pool":
-            continue
-        if name == "weights":
-            found[name] = sum(engine.rank_weights[rank] for rank in ranks)
-        elif name in OF_EACH_NODE:
-            found[name] = size
-        elif name in OF_THE_HEAD:
-            found[name] = size if node == 0 else 0
-        else:
-            found[name] = size * len(ranks) // engine.rank_count
-    return found
+    if name == "weights":
+        return sum(engine.rank_weights[rank] for rank in ranks)
+    if name in OF_EACH_NODE:
+        return nbytes
+    if name in OF_THE_HEAD:
+        return nbytes if node == 0 else 0
+    if node > 0:
+        return sum(engine.rank_terms[rank].get(name, 0) for rank in ranks)
+    return nbytes - sum(terms.get(name, 0) for terms in engine.rank_terms[len(ranks) :])
 
 
 def ranks_of(plan: Plan, node: int, nodes: int) -> range:
@@ -71,11 +79,87 @@ def page_bytes(plan: Plan, node: int, nodes: int) -> int:
     return sum(plan.engine.layout_of(rank).page_bytes for rank in ranks_of(plan, node, nodes))
 
 
+def node_shares(plan: Plan) -> tuple[Rank, ...]:
+    """Of several nodes that are all alike, what each holds, as if it were a device of its own; else the plan's own
+    ranks."""
+    nodes = plan.question.settings.nodes
+    if nodes == 1 or plan.own is None:
+        return plan.ranks
+    return tuple(_share(plan, node, nodes) for node in range(nodes))
+
+
+def _share(plan: Plan, node: int, nodes: int) -> Rank:
+    (rank,), page, own = plan.ranks, page_bytes(plan, node, nodes), plan.engine
+    device = replace(
+        rank.device,
+        index=node,
+        total_bytes=rank.device.total_bytes // nodes,
+        free_bytes=rank.device.free_bytes // nodes,
+        budget_bytes=None if rank.device.budget_bytes is None else rank.device.budget_bytes // nodes,
+    )
+    sure = {term.name: term.uncertainty for term in rank.terms}
+    terms, loading = node_terms(plan, node, nodes), node_loading(plan, node, nodes)
+    whole = own.layout.page_bytes
+    return replace(
+        rank,
+        device=device,
+        budget_bytes=rank.budget_bytes // nodes,
+        terms=tuple(Term(name, size, sure.get(name, 0.0)) for name, size in terms.items() if size),
+        loading=tuple(Term(name, size, sure.get(name, 0.0)) for name, size in loading.items() if size),
+        kv=replace(
+            rank.kv,
+            growing_bytes=rank.kv.growing_bytes * page // whole,
+            windows=tuple((window, size * page // whole) for window, size in rank.kv.windows),
+        ),
+        null_bytes=page,
+        most_kv_bytes=None if rank.most_kv_bytes is None else rank.most_kv_bytes * page // whole,
+        held_bytes=None if rank.held_bytes is None else rank.held_bytes * page // whole,
+    )
+
+
+def held_by_each(plan: Plan) -> Plan:
+    """A plan of all nodes together, as each of them can hold its part where all are alike: the first has the API too,
+    and layers are not even. One that does not fit where a node cannot."""
+    nodes = plan.question.settings.nodes
+    if nodes == 1 or plan.own is None or not plan.fits:
+        return plan
+    short = max(max(plan.needed_bytes(one) - one.left_bytes, one.loading_short_bytes) for one in node_shares(plan))
+    if short > 0:
+        return replace(plan, fits=False, short_bytes=short)
+    rooms = list[int]()
+    for node, one in enumerate(node_shares(plan)):
+        books = BOOK_BYTES if node == 0 else 0
+        room = one.budget_bytes - sum(term.nbytes for term in one.terms) + plan.engine.blocks * books
+        rooms.append(room // (one.null_bytes + books))
+    least = min(range(nodes), key=rooms.__getitem__)
+    return plan if rooms[least] >= plan.engine.blocks else _with_pool(plan, rooms[least], least)
+
+
+def _with_pool(plan: Plan, blocks: int, node: int) -> Plan:
+    """With the pool that this node can hold its part of."""
+    (rank,), page, limits = plan.ranks, plan.engine.layout.page_bytes, plan.limits
+    value = f"{format_bytes(blocks * page)} ({counted(blocks - 1, 'block')} and the null page)"
+    reason = f"node {node} holds no more; all together would hold {counted(plan.engine.blocks - 1, 'block')}"
+    said = (Decision(one.field, value, reason, one.source, lowered=True) if one.field == "kv_pool" else one
+            for one in plan.decisions)  # fmt: skip
+    length = limits.max_model_len if plan.length_is_set else longest_context(plan, blocks)
+    return replace(
+        plan,
+        own=replace(plan.engine, blocks=blocks, most_blocks=blocks),
+        ranks=(replace(rank, most_kv_bytes=(blocks - 1) * page),),
+        limits=replace(limits, max_model_len=length),
+        longest_tokens=min(plan.longest_tokens, length),
+        decisions=tuple(said),
+    )
+
+
 def fit_nodes(plan: Plan, config: EngineConfig, machines: Sequence[NodeMemory]) -> Plan:
     """The plan with a pool that every node can hold, or a DoesNotFitError with the node that cannot."""
     nodes, limits = len(machines), plan.limits
     blocks, least = plan.engine.blocks, 0
     for node, machine in enumerate(machines):
+        if _loading(plan, node, nodes) > _budget(plan, config, machine, node, nodes):
+            raise _does_not_load(plan, config, machine, node, nodes)
         room = _room(plan, config, machine, node, nodes)
         held = max(0, room) // (page_bytes(plan, node, nodes) + (BOOK_BYTES if node == 0 else 0))
         if held < blocks:
@@ -112,14 +196,47 @@ def _stays_free(plan: Plan, config: EngineConfig, free_bytes: int, node: int, no
 
 
 def _room(plan: Plan, config: EngineConfig, machine: NodeMemory, node: int, nodes: int) -> int:
-    """For a node's part of the pool, before anything is loaded."""
+    """For a node's part of the pool, and on the head its books, before anything is loaded."""
     terms = node_terms(plan, node, nodes)
+    books = plan.engine.blocks * BOOK_BYTES if node == 0 else 0
     room = machine.free_bytes - _stays_free(plan, config, machine.free_bytes, node, nodes) - _coming(terms, node)
-    return room if config.ram is None else min(room, config.ram - sum(terms.values()))
+    return books + (room if config.ram is None else min(room, config.ram - sum(terms.values())))
 
 
 def _coming(terms: Mapping[str, int], node: int) -> int:
     return sum(size for name, size in terms.items() if node > 0 or name not in RUNNING_ALREADY)
+
+
+def _loading(plan: Plan, node: int, nodes: int) -> int:
+    return _coming(node_loading(plan, node, nodes), node)
+
+
+def _budget(plan: Plan, config: EngineConfig, machine: NodeMemory, node: int, nodes: int) -> int:
+    """What may be used of a node beside what runs there already."""
+    budget = machine.free_bytes - _stays_free(plan, config, machine.free_bytes, node, nodes)
+    if config.ram is None:
+        return budget
+    terms = node_terms(plan, node, nodes)
+    return min(budget, config.ram - sum(terms.values()) + _coming(terms, node))
+
+
+def _named_ranks(plan: Plan, node: int, nodes: int) -> str:
+    ranks = ranks_of(plan, node, nodes)
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+
+
+def _does_not_load(plan: Plan, config: EngineConfig, machine: NodeMemory, node: int, nodes: int) -> DoesNotFitError:
+    needed, budget = _loading(plan, node, nodes), _budget(plan, config, machine, node, nodes)
+    held = node_loading(plan, node, nodes)
+    return DoesNotFitError(
+        f"node {node} ({machine.name}) cannot hold {_named_ranks(plan, node, nodes)} while they load",
+        needed=f"{format_bytes(needed)}: {format_bytes(held['weights'])} of weights, {format_bytes(held['staging'])} of"
+        " staging (what is read at a time), and what processes take",
+        found=f"{format_bytes(machine.free_bytes)} free there, of which {format_bytes(max(0, budget))} may be used:"
+        f" {format_bytes(max(0, needed - budget))} short",
+        fix="more nodes, or free memory there",
+        field="nnodes",
+    )
 
 
 def _does_not_fit(plan: Plan, config: EngineConfig, machine: NodeMemory, node: int, nodes: int) -> DoesNotFitError:
@@ -128,12 +245,10 @@ def _does_not_fit(plan: Plan, config: EngineConfig, machine: NodeMemory, node: i
     pages = 1 + plan.engine.layout.peak_blocks(length, limits.max_num_batched_tokens)
     pool = pages * page_bytes(plan, node, nodes)
     needed = _coming(node_terms(plan, node, nodes), node) + pool
-    budget = machine.free_bytes - _stays_free(plan, config, machine.free_bytes, node, nodes)
-    budget = budget if config.ram is None else min(budget, config.ram)
-    named = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+    budget = _budget(plan, config, machine, node, nodes)
     weights = sum(plan.engine.rank_weights[rank] for rank in ranks)
     return DoesNotFitError(
-        f"node {node} ({machine.name}) cannot hold {named}",
+        f"node {node} ({machine.name}) cannot hold {_named_ranks(plan, node, nodes)}",
         needed=f"{format_bytes(needed)}: {format_bytes(weights)} of weights, {format_bytes(pool)} of KV for a context"
         f" of {length:,}, and what steps take",
         found=f"{format_bytes(machine.free_bytes)} free there, of which {format_bytes(max(0, budget))} may be used:"

@@ -3,7 +3,7 @@
 
 import { Chat } from "./chat.js";
 import { byId, bytes, count, seconds, setText } from "./dom.js";
-import { showAdapters, showDecisions, showMemory, showNotices, showPages, showRequests, showTiles } from "./panels.js";
+import { showAdapters, showDecisions, showMemory, showNotices, showPages, showRanks, showRequests, showTiles } from "./panels.js";
 import { Plots } from "./plots.js";
 
 const EVERY_MS = 2000, HOUR_S = 3600, MINUTE_S = 60, PATIENCE_MS = 10000;
@@ -61,6 +61,7 @@ function show(state) {
   showTiles(state, rates(state), latest);
   showNotices(state.notices);
   showMemory(state);
+  showRanks(state.memory);
   showPages(state.memory, state.model);
   showRequests(state.requests);
   showAdapters(state.adapters);

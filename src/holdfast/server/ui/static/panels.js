@@ -57,6 +57,20 @@ export function showMemory(state) {
   fill(byId("tiers"), tiersOf(state), makeTier, updateTier);
 }
 
+// What each of several processes that compute the model together has; those of other machines too.
+export function showRanks(memory) {
+  const ranks = memory?.ranks ?? [];
+  byId("ranks").hidden = ranks.length === 0;
+  const nodes = 1 + Math.max(0, ...ranks.map((rank) => rank.node));
+  setText(byId("ranks-text"), nodes > 1 ? `on ${nodes} nodes; Memory is that of node 0, which serves this page` : "of this machine");
+  fill(byId("rank-rows"), ranks, () => element("tr", {}, ...Array.from({ length: 9 }, () => element("td"))), (row, rank) => {
+    const layers = rank.layers ? `${rank.first_layer} to ${rank.first_layer + rank.layers - 1}` : "all";
+    const values = [rank.node, rank.rank, rank.pid, layers, rank.heads, rank.kv_heads, bytes(rank.weights_bytes),
+      bytes(rank.kv_pool_bytes), rank.threads];
+    values.forEach((value, place) => setText(row.children[place], `${value}`));
+  });
+}
+
 function makeTier() {
   const row = (name) => element("div", { class: "row" }, element("span", { class: "quiet" }, name), element("div", { class: "bar", role: "img" }));
   const table = (...names) => element("table", {},

@@ -7,24 +7,20 @@ Every combination is planned, as `holdfast serve` would; the reasons are counted
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import cache
-from typing import Any
+from collections.abc import Sequence
 
 import msgspec
 
 from holdfast.bench.load.load import Arrival
-from holdfast.config.plan import PlanConfig
 from holdfast.errors import HoldfastError
 from holdfast.planner.advice.throughput import throughput
-from holdfast.planner.api import question_of
 from holdfast.planner.fit.result import Plan
-from holdfast.planner.fit.search import fit
-from holdfast.planner.inputs.question import Question
-from holdfast.planner.sizing.default_limits import check_step
 from holdfast.tune.configuration import Axis, ServerConfiguration
-from holdfast.tune.space import longest
+from holdfast.tune.space import kv_tiers
+from holdfast.tune.space.axes import longest
+from holdfast.tune.space.kv_tiers import CommonPrefixes
+from holdfast.tune.space.parallel_sizes import ranks_of
+from holdfast.tune.space.plans import Planner
 from holdfast.units import format_bytes
 
 REFUSED, SHORT, TIGHT, SAME, SLOWER = (
@@ -34,8 +30,22 @@ REFUSED, SHORT, TIGHT, SAME, SLOWER = (
     "same server as another",
     "cannot be faster",
 )
-_OF_A_QUESTION = ("quantization", "tensor_parallel_size", "data_parallel_size")
-"""Settings that change the model or the machine of a question; the others are only its limits."""
+
+
+class PrunedAgainst(msgspec.Struct, frozen=True, kw_only=True):
+    """What the servers are for, and on."""
+
+    arrivals: Sequence[Arrival]
+    """Of a trial."""
+    engine: str
+    headroom: float
+    prefixes: CommonPrefixes = CommonPrefixes()
+    most_ranks: int | None = None
+    """As many as a CPU has memories; None: the planner says it."""
+
+    @property
+    def own(self) -> bool:
+        return self.engine == "holdfast"
 
 
 class Pruned(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,30 +61,6 @@ class PlannedServer(msgspec.Struct, frozen=True):
     """Places on the axes."""
     plan: Plan | None
     """None: it cannot be planned, and only the server itself can tell."""
-
-
-class Planner:
-    """Plans of one model on this machine."""
-
-    def __init__(self, model: str, *, engine: str, settings: Mapping[str, Any]) -> None:
-        self._model, self._engine, self._settings = model, engine, dict(settings)
-        self._question = cache(self._asked)
-
-    def _asked(self, *changes: tuple[str, Any]) -> Question:
-        config = PlanConfig.from_arguments(model=self._model, **self._settings | dict(changes))
-        return replace(question_of(config), engine=self._engine)
-
-    def plan(self, configuration: ServerConfiguration) -> Plan:
-        """Raises where it is refused; `fits` says the rest."""
-        changes = dict(configuration.changes)
-        changes.pop("nvme_path", None)
-        question = self._question(*((name, changes.pop(name)) for name in _OF_A_QUESTION if name in changes))
-        if "gpu_memory_utilization" in changes:
-            changes["utilization"] = changes.pop("gpu_memory_utilization")
-        settings = replace(question.settings, **changes)  # type: ignore[arg-type]
-        if self._engine == "holdfast":
-            check_step(settings.max_num_seqs, settings.max_num_batched_tokens)
-        return fit(replace(question, settings=settings))
 
 
 class Survivors(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,9 +81,7 @@ class Survivors(msgspec.Struct, frozen=True, kw_only=True):
         return [server.point for server in self.servers]
 
 
-def survivors(
-    axes: Sequence[Axis], planner: Planner, arrivals: Sequence[Arrival], *, engine: str, headroom: float
-) -> Survivors:
+def survivors(axes: Sequence[Axis], planner: Planner, against: PrunedAgainst) -> Survivors:
     counts: dict[str, list[str]] = {}
     servers: list[PlannedServer] = []
     same_as: dict[tuple[int, ...], int] = {}
@@ -105,9 +89,8 @@ def survivors(
     points = sorted(itertools.product(*(range(len(axis.values)) for axis in axes)), key=lambda at: _changed(axes, at))
     for point in points:
         configuration = configuration_at(axes, point)
-        found, why = _planned(planner, configuration)
-        kind, why = (REFUSED, why) if found is None else _ruled_out(found, configuration, arrivals, headroom)
-        key: object = point if found is None else _same_server(found, configuration, arrivals, engine)
+        found, kind, why = _judged(planner, configuration, against)
+        key: object = point if found is None else _same_server(found, configuration, against)
         if configuration.is_default:
             kind = ""
         elif not kind and key in by_key:
@@ -133,48 +116,62 @@ def _changed(axes: Sequence[Axis], point: Sequence[int]) -> tuple[int, int]:
     return sum(step > 0 for step in steps), sum(steps)
 
 
-def _planned(planner: Planner, configuration: ServerConfiguration) -> tuple[Plan | None, str]:
+def _judged(
+    planner: Planner, configuration: ServerConfiguration, against: PrunedAgainst
+) -> tuple[Plan | None, str, str]:
+    """Its plan, and of what kind it is that it need not be run, and why; no kind: it is worth a run."""
+    ranks = ranks_of(dict(configuration.changes))
+    if against.most_ranks is not None and ranks > against.most_ranks:
+        return None, SLOWER, f"{ranks} ranks would share {against.most_ranks} memories"
     try:
         found = planner.plan(configuration)
     except HoldfastError as error:
-        return None, error.message
-    if not found.fits and configuration.value("nvme_path") is None:
-        return None, f"{format_bytes(found.short_bytes)} short"
-    return found, ""
+        return None, REFUSED, error.message
+    if not found.fits:
+        return None, REFUSED, f"{format_bytes(found.short_bytes)} short"
+    kind, why = _ruled_out(found, configuration, against)
+    return found, kind, why
 
 
-def _ruled_out(
-    found: Plan, configuration: ServerConfiguration, arrivals: Sequence[Arrival], headroom: float
-) -> tuple[str, str]:
-    if found.fits and configuration.value("nvme_path") is not None:
-        return SLOWER, "the model fits in RAM, and layers of a disk are read for every step"
-    if found.fits and found.limits.max_model_len < (needed := longest(arrivals)):
+def _ruled_out(found: Plan, configuration: ServerConfiguration, against: PrunedAgainst) -> tuple[str, str]:
+    if configuration.value("nvme_path") is not None and not found.question.settings.offloads:
+        return SLOWER, "the model fits without it, and layers of a disk are read for every step"
+    if found.limits.max_model_len < (needed := longest(against.arrivals)):
         return SHORT, f"{found.limits.max_model_len:,} tokens, and a request has {needed:,}"
-    for rank in found.ranks if found.fits else ():
-        free = rank.device.free_bytes - sum(term.nbytes for term in rank.terms) - rank.pool_bytes
-        if free < headroom * rank.device.total_bytes:
-            return TIGHT, f"{free / rank.device.total_bytes:.1%} of {rank.device.name} would be left, of {headroom:.0%}"
+    if kv_tiers.too_much_ram(found, configuration, own=against.own):
+        return REFUSED, "there is not so much RAM beside the server"
+    if configuration.value(kv_tiers.STORE) is not None:
+        held = kv_tiers.of_use(found, configuration, against.arrivals, against.prefixes, own=against.own)
+        why = kv_tiers.why_no_store(found, against.arrivals, against.prefixes, held)
+        if why is not None:
+            return SLOWER, why
+    # Engines on one CPU share its memory, and each was planned with its part.
+    engines = found.question.settings.data_parallel if found.question.machine.kind == "cpu" else 1
+    for rank in found.ranks:
+        free = engines * (rank.device.free_bytes - sum(term.nbytes for term in rank.terms) - rank.pool_bytes)
+        if free < against.headroom * rank.device.total_bytes:
+            left = f"{free / rank.device.total_bytes:.1%} of {rank.device.name} would be left"
+            return TIGHT, f"{left}, of {against.headroom:.0%}"
     return "", ""
 
 
-def _same_server(found: Plan, configuration: ServerConfiguration, arrivals: Sequence[Arrival], engine: str) -> object:
+def _same_server(found: Plan, configuration: ServerConfiguration, against: PrunedAgainst) -> object:
     """Servers of one key do the same with this traffic: what is beyond all of it at once makes no difference, and of
-    the KV cache what is beyond the longest requests that may run at once. Their prompts have nothing in common, so that
-    none is of use to another."""
-    block = found.question.settings.block_tokens
-    lengths = sorted((one.prompt_tokens + one.output_tokens for one in arrivals), reverse=True)
-    running = lengths[: found.limits.max_num_seqs]
-    at_once = sum(-(-length // block) * block for length in running) + block * len(running)
+    KV what is beyond the longest requests that may run at once and what prompts have in common."""
+    arrivals, settings = against.arrivals, found.question.settings
+    at_once = kv_tiers.running_tokens(found, arrivals) + against.prefixes.kv_tokens
     prompts = sum(one.prompt_tokens for one in arrivals)
-    unknown = configuration.is_default and engine != "holdfast"  # What that one takes by itself is its own affair.
+    unknown = configuration.is_default and not against.own  # What that one takes by itself is its own affair.
     return (
         unknown,
         min(found.limits.max_num_seqs, len(arrivals)),
         min(found.limits.max_num_batched_tokens, prompts + len(arrivals)),
-        min(found.kv_tokens, at_once) if found.fits else -1,
+        min(found.kv_tokens, at_once),
         (found.dtype, found.kv_dtype, found.weights_as, found.question.model.made_as),
-        (found.tensor_parallel, found.pipeline_parallel, found.question.settings.data_parallel),
-        configuration.value("nvme_path"),
+        (found.tensor_parallel, found.pipeline_parallel, settings.ranks, settings.stages, settings.data_parallel),
+        (settings.streamed_layers, settings.layers_on_disk, settings.resident_experts),
+        kv_tiers.of_use(found, configuration, arrivals, against.prefixes, own=against.own),
+        (configuration.value("nvme_path"), configuration.value(kv_tiers.STORE)),
     )
 
 
@@ -184,7 +181,8 @@ def most_goodput(plan: Plan | None, arrivals: Sequence[Arrival], offered_s: floa
     rate = throughput(plan) if plan is not None and plan.fits else None
     if rate is None:
         return None
-    tokens, count = rate.largest.estimate.high * offered_s, 0
+    replicas = 1 if plan is None else plan.question.settings.data_parallel  # One of them was planned.
+    tokens, count = replicas * rate.largest.estimate.high * offered_s, 0
     for output in sorted(one.output_tokens for one in arrivals):
         tokens -= output
         if tokens < 0:

@@ -1,0 +1,99 @@
+"""What a plan says of -tp, -pp, -dp, -ep and --nnodes, alone and together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from holdfast import plan
+from holdfast.errors import ConfigurationError
+from holdfast.observability.decisions import said_at_start
+from holdfast.planner.report.answer import PlanAnswer
+
+DENSE, EXPERTS = "llama-3.1-8b", "qwen3-30b-a3b"
+
+
+def said(found: PlanAnswer, field: str) -> list[str]:
+    return [f"{one.value}: {one.reason}" for one in found.decisions if one.field == f"{field}_parallel_size"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "sizes", "tensor", "pipeline"),
+    [
+        (8, (8, 1), "8: all GPUs", None),
+        (8, (4, 1), "4: as set: 4 of 8 GPUs are unused", None),
+        (8, (4, 2), "4: 4 GPUs in each of 2 stages: all 8 GPUs",
+         "2: layers 0 to 15 on GPUs 0, 1, 2, 3; layers 16 to 31 on GPUs 4, 5, 6, 7"),
+        (5, (2, 2), "2: 2 GPUs in each of 2 stages: 1 of 5 GPUs is unused",
+         "2: layers 0 to 15 on GPUs 0, 1; layers 16 to 31 on GPUs 2, 3"),
+        (2, (1, 2), "1: 1 GPU in each of 2 stages: all 2 GPUs",
+         "2: layers 0 to 15 on GPU 0; layers 16 to 31 on GPU 1"),
+    ],
+)  # fmt: skip
+def test_gpus_are_those_of_a_stage(gpus: int, sizes: tuple[int, int], tensor: str, pipeline: str | None) -> None:
+    found = plan(DENSE, gpu=f"h100-80x{gpus}", tensor_parallel_size=sizes[0], pipeline_parallel_size=sizes[1])
+    assert said(found, "tensor") == [tensor]
+    assert said(found, "pipeline") == ([] if pipeline is None else [pipeline])
+
+
+def test_stages_that_were_left_to_the_plan_are_said_once() -> None:
+    found = plan("llama-3.1-405b", gpu="h100-80x12")
+    assert found.fit.pipeline_parallel > 1
+    assert len(said(found, "pipeline")) == 1
+
+
+def test_gpus_of_replicas_and_those_that_none_has() -> None:
+    found = plan(DENSE, gpu="h100-80x8", tensor_parallel_size=2, data_parallel_size=3)
+    assert said(found, "tensor") == ["2: the 2 GPUs of each replica"]
+    assert said(found, "data")[0].endswith("2 of 8 GPUs are unused")
+    found = plan(DENSE, gpu="h100-80x8", tensor_parallel_size=2, pipeline_parallel_size=2, data_parallel_size=2)
+    assert said(found, "tensor") == ["2: 2 GPUs in each of 2 stages: the 4 GPUs of each replica"]
+
+
+def test_the_warning_of_idle_gpus_names_both_sizes() -> None:
+    found = plan(DENSE, gpu="h100-80x8", tensor_parallel_size=2, pipeline_parallel_size=2)
+    (warning,) = [one.message for one in found.warnings if one.code == "HFW27"]
+    assert warning == "tensor_parallel_size is 2 and pipeline_parallel_size 2 on a machine with 8 GPUs: 4 are unused"
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"gpu": "h100-80x2"}, "without effect: experts are dealt out among the GPUs of -tp, and one has all of them"),
+        ({"gpu": "h100-80x2", "pipeline_parallel_size": 2}, "-pp divides layers, and no experts"),
+        ({"gpu": "h100-80x2", "tensor_parallel_size": 2}, "64: each of 2 GPUs has 64 of the 128 experts of a layer"),
+        ({"gpu": "h100-80x4", "tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+         "64: each of the 2 GPUs of a stage has 64 of the 128 experts"),
+        ({"gpu": "h100-80x2", "data_parallel_size": 2}, "64: each of the 2 GPUs of 2 replicas has 64 of the 128"),
+        ({"device": "cpu", "ram": "200GiB"}, "without effect: experts are dealt out among the ranks of -tp"),
+        ({"device": "cpu", "ram": "200GiB", "data_parallel_size": 2}, "engines of -dp share nothing"),
+        ({"device": "cpu", "ram": "200GiB", "tensor_parallel_size": 2}, "64, 64: linear: ranks have 64, 64 whole"),
+    ],
+)  # fmt: skip
+def test_what_whole_experts_come_to_is_said(asked: dict[str, Any], words: str) -> None:
+    found = plan(EXPERTS, enable_expert_parallel=True, **asked)
+    (line,) = [f"{one.value}: {one.reason}" for one in found.decisions if one.field == "enable_expert_parallel"]
+    assert words in line
+
+
+def test_one_gpu_has_no_flag_for_whole_experts() -> None:
+    found = plan(EXPERTS, enable_expert_parallel=True, gpu="h100-80x2")
+    assert not [name for name, command in found.commands.items() if "--enable-expert-parallel" in command.text]
+
+
+def test_a_model_without_experts_is_refused_as_the_server_does() -> None:
+    with pytest.raises(ConfigurationError, match="this model has no experts") as refused:
+        plan(DENSE, gpu="h100-80", enable_expert_parallel=True)
+    assert refused.value.code == "HF138"
+
+
+def test_a_server_says_at_start_what_whole_experts_come_to() -> None:
+    assert said_at_start("enable_expert_parallel = without effect (set): one rank has all of them")
+
+
+def test_machines_with_gpus_and_ranks_that_do_not_divide_are_refused_in_whole_words() -> None:
+    with pytest.raises(ConfigurationError, match="--nnodes 2 is planned for CPUs so far, and this plan is on h100-80"):
+        plan(DENSE, gpu="h100-80x2", tensor_parallel_size=2, nnodes=2)
+    with pytest.raises(ConfigurationError, match=r"3 ranks \(-tp 1 x -pp 3\) cannot be on 2 nodes"):
+        plan(DENSE, device="cpu", ram="100GiB", pipeline_parallel_size=3, nnodes=2)

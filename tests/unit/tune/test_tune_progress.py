@@ -1,0 +1,130 @@
+"""What a search says while it goes on, and one that was interrupted and goes on with what a file has of it."""
+
+from __future__ import annotations
+
+import io
+import itertools
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from holdfast.errors import ConfigurationError
+from holdfast.tune.configuration import Axis, ServerConfiguration
+from holdfast.tune.progress import TuneProgress
+from holdfast.tune.record import TrialRecord, recorded_trial_s
+from holdfast.tune.space.pruning import configuration_at
+from holdfast.tune.trial import Stage, Trial
+from holdfast.tune.tuner import BETTER, UNCONFIRMED, TuneOutcome, Tuner
+
+TRIAL_S = 10.0
+AXES = (Axis("max_num_seqs", (8, 16, None, 64, 128)), Axis("max_num_batched_tokens", (128, None, 1024)))
+POINTS = sorted(itertools.product(range(5), range(3)), key=lambda point: point != (2, 1))
+ASKED = {"model": "m", "slo": "ttft=1s", "trial_s": TRIAL_S}
+
+
+class Places(NamedTuple):
+    configurations: list[ServerConfiguration]
+    points: list[tuple[int, ...]]
+    same_as: dict[tuple[int, ...], int]
+
+
+PLACES = Places([configuration_at(AXES, at) for at in POINTS], POINTS, {at: place for place, at in enumerate(POINTS)})
+
+
+class Run:
+    """One call of the command: so many trials are made before Ctrl-C."""
+
+    def __init__(self, path: Path | None = None, *, interrupt_after: float = float("inf"), trials: int = 40) -> None:
+        self.made = 0
+        self._interrupt_after, self._now_s = interrupt_after, 0.0
+        self.said = io.StringIO()
+        record = None if path is None else TrialRecord(path, ASKED)
+        self.reused = 0 if record is None else len(record.trials)
+
+        def clock() -> float:
+            return self._now_s + (0.0 if record is None else record.taken_s)
+
+        progress = TuneProgress(self.said, used_s=clock, budget_s=trials * TRIAL_S)
+        told = progress.told(self.measure if record is None else record.kept(self.measure))
+        self.outcome: TuneOutcome = Tuner(
+            lambda speed: PLACES, told, budget_s=trials * TRIAL_S, speed=1.0, clock=clock
+        ).run()
+
+    def measure(self, configuration: ServerConfiguration, *, speed: float, stage: Stage) -> Trial:
+        if self.made >= self._interrupt_after:
+            raise KeyboardInterrupt
+        self.made += 1
+        self._now_s += TRIAL_S
+        goodput = 7.0 - 0.5 * abs(AXES[0].values.index(configuration.value("max_num_seqs")) - 1)
+        return Trial(
+            configuration=configuration, stage=stage, speed=speed, goodput=goodput, good_share=goodput / 10,
+            requests=100, measured_s={"ttft p99": 0.2}, times_limit=10 / goodput, seconds=TRIAL_S,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("interrupt_after", [1, 4, 12, 13, 14])
+def test_an_interrupted_search_goes_on_where_it_was(tmp_path: Path, interrupt_after: int) -> None:
+    whole = Run()
+    assert whole.outcome.verdict == BETTER
+    first = Run(tmp_path / "trials", interrupt_after=interrupt_after)
+    assert first.outcome.interrupted
+    second = Run(tmp_path / "trials")
+    assert second.outcome.kept == whole.outcome.kept
+    assert second.outcome.verdict == BETTER
+    assert second.made == len(second.outcome.trials) - second.reused
+    # Half a round is measured again: the other half would be of another hour.
+    assert interrupt_after - 1 <= second.reused <= interrupt_after
+    confirmations = [trial for trial in first.outcome.trials if trial.stage == "confirmation"]
+    assert (second.reused < interrupt_after) == bool(len(confirmations) % 2)
+    assert len(second.outcome.trials) == len(whole.outcome.trials)
+
+
+def test_time_that_an_earlier_run_has_spent_counts(tmp_path: Path) -> None:
+    Run(tmp_path / "trials", trials=5)
+    again = Run(tmp_path / "trials", trials=5)
+    assert again.made == 0
+    assert again.outcome.verdict == UNCONFIRMED
+    more = Run(tmp_path / "trials", trials=40)
+    assert more.outcome.verdict == BETTER
+
+
+def test_what_is_lacking_of_time_is_said() -> None:
+    outcome = Run(trials=5).outcome
+    assert outcome.verdict == UNCONFIRMED
+    assert outcome.needed_s is not None
+    assert Run(trials=int(outcome.needed_s / TRIAL_S)).outcome.verdict == BETTER
+
+
+def test_a_file_of_another_search_or_of_anything_else_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "trials"
+    Run(path, interrupt_after=3)
+    assert recorded_trial_s(path) == TRIAL_S
+    with pytest.raises(ConfigurationError, match="another search") as caught:
+        TrialRecord(path, ASKED | {"slo": "ttft=2s"})
+    assert "slo ttft=1s" in str(caught.value.needed)
+    assert len(TrialRecord(path, ASKED).trials) == 3  # It was left as it is.
+    path.write_text(path.read_text() + '{"configuration": {"chan')
+    assert len(TrialRecord(path, ASKED).trials) == 3
+    for text in ("a letter\n", '{"tune": 99, "asked": {}}\n', "[]\n"):
+        path.write_text(text)
+        with pytest.raises(ConfigurationError, match="not a file of trials"):
+            TrialRecord(path, ASKED)
+        assert path.read_text() == text
+    assert recorded_trial_s(path) is None
+    (tmp_path / "empty").touch()
+    assert TrialRecord(tmp_path / "empty", ASKED).trials == []
+    with pytest.raises(ConfigurationError, match="cannot be written"):
+        TrialRecord(path / "below a file", ASKED)
+
+
+def test_progress_tells_stages_and_the_time_that_is_used() -> None:
+    said = Run().said.getvalue().splitlines()
+    assert said[0] == "holdfast: the default at the traffic's own pace"
+    assert said[1].startswith("  1  0:10 of 6:40  default, 1x: the default: 6.")
+    assert "holdfast: the best once more" in said
+    assert said.count("holdfast: the best in turns with the default, to prove the gain") == 1
+    assert said[-1].lstrip().startswith(str(len(Run().outcome.trials)))
+    quiet = TuneProgress(None, used_s=lambda: 0.0, budget_s=1.0)
+    quiet.say("nothing")
+    assert quiet.told(len) is len  # type: ignore[comparison-overlap, arg-type]
