@@ -10,8 +10,9 @@ from holdfast.units import counted
 
 WRONG_NODES = "HF139"
 DEFAULT_PORT = 29501
-LEAST_SECRET = 8
-"""Letters that a secret has."""
+LEAST_SECRET = 16
+"""Characters that a secret has: whoever can call the head can try guesses at home (engine/ranks/nodes/secret.py)."""
+MAKE_SECRET = "python3 -c 'import secrets; print(secrets.token_hex(32))'"
 DEFAULT_TIMEOUT_S = 600.0
 
 
@@ -36,6 +37,12 @@ class NodeSettings(Protocol):
     def device(self) -> str: ...
 
 
+def address(field: str, value: Any) -> str:
+    """Of IPv6 with the brackets that a URL would have, or without them."""
+    given = text(field, value).strip()
+    return given[1:-1] if given.startswith("[") and given.endswith("]") else given
+
+
 def nnodes_setting() -> Any:
     return setting(
         1,
@@ -54,7 +61,7 @@ def master_addr_setting() -> Any:
     return setting(
         "127.0.0.1",
         "address of the head, at which it awaits the other nodes and they reach it",
-        text,
+        address,
         metavar="ADDRESS",
     )
 
@@ -68,7 +75,7 @@ def node_addr_setting() -> Any:
         None,
         "address of this machine at which other nodes reach it; default: the one that it reaches the head from, and of"
         " the head master_addr, at which it listens then",
-        optional(text),
+        optional(address),
         metavar="ADDRESS",
     )
 
@@ -136,7 +143,12 @@ def check_nodes(config: NodeSettings) -> None:
             field="nnodes",
         )
     if config.node_secret is not None and len(config.node_secret) < LEAST_SECRET:
-        raise _wrong("the node secret is too short", needed=f"{LEAST_SECRET} letters or more", field="node_secret")
+        raise _wrong(
+            f"the node secret is too short: {len(config.node_secret)} characters",
+            needed=f"{LEAST_SECRET} characters or more, the same on all nodes",
+            fix=f"a secret that {MAKE_SECRET} prints, in HOLDFAST_NODE_SECRET on all nodes",
+            field="node_secret",
+        )
 
 
 def _wrong(message: str, *, needed: str, field: str, fix: str | None = None) -> ConfigurationError:

@@ -17,13 +17,11 @@ from typing import Any, TextIO
 import msgspec
 
 from holdfast.observability.decisions import said_at_start
+from holdfast.observability.line_format import line_format
 from holdfast.observability.metrics.registry import ServingMetrics
 from holdfast.records import EngineInfo, EngineStats
 
 log = logging.getLogger("holdfast.stats")
-
-FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 
 
 class LineHandler(logging.Handler):
@@ -50,7 +48,7 @@ class LineHandler(logging.Handler):
 def set_up_logging(level: str = "info", stream: TextIO | None = None) -> None:
     """Plain lines of the `holdfast` loggers to stderr. Calling it again replaces the handler."""
     handler = LineHandler(stream)
-    handler.setFormatter(logging.Formatter(FORMAT, TIME_FORMAT))
+    handler.setFormatter(line_format("%(name)s"))
     root = logging.getLogger("holdfast")
     root.handlers[:] = [handler]
     root.setLevel(level.upper())

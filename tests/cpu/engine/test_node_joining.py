@@ -92,7 +92,7 @@ def test_another_secret_is_refused_and_the_head_waits_on() -> None:
     with hub() as head:
         began_s = time.monotonic()
         with pytest.raises(ConfigurationError, match="different secrets") as refused:
-            join(head, secret="another secret")
+            join(head, secret="another secret of tests")
         assert refused.value.code == "HF139"
         assert time.monotonic() - began_s < SOON_S
         wire = join(head)

@@ -17,7 +17,7 @@ from deadlines import PATIENCE_S
 from rank_engines import make, tokens
 from ray_clusters import SOURCES, RayCluster, needs_ray, ray_cluster
 
-from holdfast.engine.ranks.ray_cluster.messages import Placed, Reserve, decode_from_driver, encode
+from holdfast.engine.ranks.ray_cluster.messages import Connected, Placed, Reserve, decode_from_driver, encode
 from holdfast.errors import ConfigurationError, ModelNotFoundError
 
 pytestmark = needs_ray
@@ -102,6 +102,7 @@ def test_gpus_are_reserved_on_each_node() -> None:
                 nodes=None, config={}, environment={},
             )  # fmt: skip
             connection.send_bytes(encode(asked))
+            assert decode_from_driver(connection.recv_bytes()) == Connected()
             placed = decode_from_driver(connection.recv_bytes())
             assert isinstance(placed, Placed)
             assert (placed.nodes, placed.amount) == (2, 2)

@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import zmq
 
+from holdfast.config import EngineConfig
 from holdfast.engine.core.loop import EngineCore
+from holdfast.engine.fake import FakeEngine
 from holdfast.engine.process import main, protocol
-from holdfast.engine.process.budget import MemoryBudget
+from holdfast.engine.process.budget import MemoryBudget, told
 from holdfast.engine.ranks.gpu.together import RanksVram
+from holdfast.engine.startup.build import find_model, plan_model
 from holdfast.errors import DoesNotFitError, EngineError, UnsupportedOptionError
 from holdfast.kvcache import KVCache, KVLayout, form_groups
-from holdfast.records import EngineOutput, EngineStats, FinishReason, VramBudget, VramGrant
+from holdfast.records import EngineOutput, EngineStats, FinishReason, RankMemory, VramBudget, VramGrant
 from holdfast.scheduler import Scheduler, SchedulerLimits
 
 
@@ -265,3 +269,20 @@ def test_what_was_balanced_by_itself_is_told() -> None:
     main._serve(core, socket, SimpleNamespace(beat=lambda: None))
     assert socket.heard == [protocol.Balanced(granted)]
     assert looked == [1]
+
+
+def test_each_rank_is_told_with_its_part_of_another_pool(tiny_model) -> None:
+    config = EngineConfig(
+        model=str(tiny_model), load_format="dummy", device="cpu", tensor_parallel_size=2, pipeline_parallel_size=2,
+        ram=2 << 30,
+    )  # fmt: skip
+    plan = plan_model(config, find_model(config, text=False))
+    each = {"pid": 1, "threads": 1, "heads": 1, "kv_heads": 1, "planned_weights_bytes": 1, "weights_bytes": 1}
+    rows = [RankMemory(rank=rank, kv_pool_bytes=7, **each) for rank in range(4)]
+    info = FakeEngine().info
+    report = msgspec.structs.replace(info.memory, page_bytes=plan.engine.layout.page_bytes, ranks=rows)
+    then = told(msgspec.structs.replace(info, memory=report), plan, 11)
+    sizes = [row.kv_pool_bytes for row in then.memory.ranks]
+    assert sizes == [11 * plan.engine.layout_of(rank).page_bytes for rank in range(4)]
+    assert sum(sizes) == then.kv_pool_bytes
+    assert [row.weights_bytes for row in then.memory.ranks] == [1] * 4

@@ -44,14 +44,17 @@ def run_node(
     """Until the head says that it is over. `given`: settings, and `words`: all that was typed, for its entry."""
     from holdfast.checkpoints import DEFAULT_MODEL
     from holdfast.cli.servers.register import ServerEntry
+    from holdfast.engine.ranks.nodes.join import head_hears_failure
     from holdfast.engine.ranks.nodes.secret import with_secret
     from holdfast.engine.startup.build import find_model
     from holdfast.engine.startup.select_device import settle_device
 
     named = engine_config.model or DEFAULT_MODEL
     entry = ServerEntry(node_state(engine_config), model=named, settings=given, certificate=None, words=words)
-    config, _ = with_secret(settle_device(engine_config))
-    model = find_model(config, text=False)
+    config, _ = with_secret(engine_config)
+    with head_hears_failure(config):
+        config = settle_device(config)
+        model = find_model(config, text=False)
     entry.found(names=(model.files.name,), path=model.files.path)
     log.info("node %d of %d: model %s", config.node_rank, config.nnodes, model.files.name)
     agent = _listed_agent(config, model.files, entry)

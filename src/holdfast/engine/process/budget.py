@@ -31,6 +31,7 @@ from holdfast.records import (
     LayersGrant,
     MemoryReport,
     PoolChange,
+    RankMemory,
     VramBudget,
     VramGrant,
 )
@@ -371,5 +372,13 @@ def told(info: EngineInfo, plan: Plan, blocks: int, kv_bytes: int | None = None)
             *kept(info.decisions),
         ],
         lowered=[*kept(info.lowered), *(decision.line() for decision in last.values() if decision.lowered)],
-        memory=msgspec.structs.replace(report, budget_bytes=plan.budget_bytes, terms=terms),
+        memory=msgspec.structs.replace(
+            report, budget_bytes=plan.budget_bytes, terms=terms, ranks=_with_pool(report.ranks, plan, blocks)
+        ),
     )
+
+
+def _with_pool(ranks: Sequence[RankMemory], plan: Plan, blocks: int) -> list[RankMemory]:
+    """Each with its part of a pool of so many pages."""
+    sizes = [blocks * plan.engine.layout_of(one.rank).page_bytes for one in ranks]
+    return [msgspec.structs.replace(one, kv_pool_bytes=nbytes) for one, nbytes in zip(ranks, sizes, strict=True)]

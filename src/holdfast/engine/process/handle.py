@@ -80,7 +80,8 @@ class Child:
             raise error if isinstance(error, EngineDiedError) else cannot_start(error) from error
         child = cls(started, socket, loading_limit_s(config), engine)
         try:
-            child.send(protocol.Init(dataclasses.asdict(config), plan, grammar_address, kept, engine))
+            debug = log.isEnabledFor(logging.DEBUG)
+            child.send(protocol.Init(dataclasses.asdict(config), plan, grammar_address, kept, engine, debug))
         except BaseException:
             await child.stop(at_once=True)  # Nobody else knows the process, and the exit would wait for it.
             raise

@@ -12,7 +12,6 @@ import importlib
 import logging
 import os
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -27,11 +26,14 @@ from holdfast.engine.process.fault_injection import fail_loading, with_faults
 from holdfast.engine.startup.preload_torch import import_torch
 from holdfast.engine.startup.prespawn import cannot_start, shortage
 from holdfast.errors import DoesNotFitError, HoldfastError, UnsupportedOptionError
+from holdfast.observability.line_format import log_as
 from holdfast.observability.nonblocking_output import unblock_output
 
 if TYPE_CHECKING:
     from holdfast.engine.core.kept_kv import KVKeeper
     from holdfast.engine.startup.build import FoundModel
+
+log = logging.getLogger("holdfast")
 
 IDLE_POLL_MS = 500
 BEAT_S = 0.4
@@ -40,7 +42,7 @@ BEAT_S = 0.4
 
 def run(address: str) -> int:
     unblock_output()
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s engine: %(message)s", stream=sys.stderr)
+    log_as("engine")
     # They may reach the whole terminal group, or unit; the front decides.
     for one in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(one, signal.SIG_IGN)
@@ -52,8 +54,8 @@ def run(address: str) -> int:
         begin = protocol.decode_to_engine(socket.recv())
         if not isinstance(begin, protocol.Init):
             raise SystemExit("the first message must be Init")
-        if begin.engine is not None:
-            _number_in_log(begin.engine)
+        level = logging.DEBUG if begin.debug else logging.INFO
+        log_as("engine" if begin.engine is None else f"engine {begin.engine}", level)
         heart = _Heart(socket)
         try:
             config = EngineConfig(**begin.config)  # type: ignore[arg-type]
@@ -68,19 +70,26 @@ def run(address: str) -> int:
         gc.freeze()  # What is there now stays: only what steps make is looked through.
         gc.enable()
         try:
-            _serve(core, socket, heart, keeper)
-        except HoldfastError as error:  # A disk that fails, say: whoever waits for an answer shall hear of it.
-            socket.send(protocol.encode(protocol.StepFailed(protocol.pack_failure(error))))
-            raise
-        finally:
-            core.close()
+            _serve_and_close(core, socket, heart, keeper)
+        except HoldfastError:
+            return 1
     return 0
 
 
-def _number_in_log(engine: int) -> None:
-    """Of several engines each line says which."""
-    for handler in logging.getLogger().handlers:
-        handler.setFormatter(logging.Formatter(f"%(levelname)s engine {engine}: %(message)s"))
+def _serve_and_close(
+    core: EngineCore, socket: zmq.Socket[bytes], heart: _Heart, keeper: KVKeeper | None = None
+) -> None:
+    """A lost node or a disk that fails is no fault of this program: it is said in a line. Where it was noticed is for
+    whoever looks for one."""
+    try:
+        _serve(core, socket, heart, keeper)
+    except HoldfastError as error:  # Whoever waits for an answer shall hear of it.
+        socket.send(protocol.encode(protocol.StepFailed(protocol.pack_failure(error))))
+        log.warning("%s; this engine ends, and another takes its place [%s]", error.message, error.code)
+        log.debug("where this was noticed", exc_info=True)
+        raise
+    finally:
+        core.close()
 
 
 def _import_ahead() -> None:

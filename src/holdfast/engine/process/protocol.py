@@ -32,6 +32,8 @@ class Init(msgspec.Struct, frozen=True, tag=True):
     """By a process before this one that was put to sleep."""
     engine: int | None = None
     """Its number, where the front has several engines."""
+    debug: bool = False
+    """The front's log has such lines."""
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):

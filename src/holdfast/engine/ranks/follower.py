@@ -7,7 +7,6 @@ it fails (and says why), or with rank 0.
 from __future__ import annotations
 
 import logging
-import sys
 import traceback
 from multiprocessing.connection import Connection
 
@@ -23,6 +22,7 @@ from holdfast.engine.startup.kv_scales import find_kv_scales
 from holdfast.errors import HoldfastError
 from holdfast.execution.parallel.rank_link import Meeting, RankLink
 from holdfast.execution.parallel.sockets.gloo import open_store
+from holdfast.observability.line_format import log_as
 from holdfast.observability.nonblocking_output import unblock_output
 from holdfast.records import StepPlan
 
@@ -31,9 +31,7 @@ def run(segment: int, connection: int) -> int:
     unblock_output()
     answers = Connection(connection)
     start = messages.decode_start(answers.recv_bytes())
-    logging.basicConfig(
-        level=logging.WARNING, format=f"%(levelname)s rank {start.rank}: %(message)s", stream=sys.stderr
-    )
+    log_as(f"rank {start.rank}", logging.WARNING)
     try:
         _follower(start)(start, segment, answers).run()
     except Exception as error:

@@ -120,7 +120,7 @@ class RankGroup:
         for child in self._ranks:
             child.connection.send_bytes(messages.encode(starts[child.number]))
         if self._hub is not None:
-            self._ranks += self._hub.start(starts, self._segment, self._on_end)
+            self._ranks += self._hub.start(starts, self._segment, self._on_end, self.beat)
         if self.store is not None and isinstance(self.link, RankLink):  # Those of GPUs are joined later.
             self.answers(messages.RankHere)
             meeting = Meeting(self.store, hosts[0], key, self.timeout_s)
@@ -321,7 +321,7 @@ class RankGroup:
         for rank in self._ranks:
             if not rank.ended:
                 rank.kill()
-        gone = [rank.await_end(KILLED_S) for rank in self._ranks]
+        gone = _await_end(self._ranks, KILLED_S)
         for rank in self._ranks:
             rank.connection.close()
         self.link.close()
@@ -337,10 +337,10 @@ def _wants_store(config: EngineConfig, plan: Plan) -> bool:
     return len(set(uuids)) == len(uuids) if uuids else config.disable_custom_all_reduce
 
 
-def _await_end(ranks: Sequence[RankHandle], timeout_s: float) -> None:
+def _await_end(ranks: Sequence[RankHandle], timeout_s: float) -> list[bool]:
+    """Whether each has ended, when all have or that time is over."""
     until_s = time.monotonic() + timeout_s
-    for rank in ranks:
-        rank.await_end(until_s - time.monotonic())
+    return [rank.await_end(until_s - time.monotonic()) for rank in ranks]
 
 
 def _told(rank: RankHandle, said: messages.RankFailed) -> EngineError:

@@ -157,7 +157,12 @@ def load_ranks(
             config, files, spec, plan, lambda done, total: progress("load", done, total), threads=cores, beat=beat
         )
         return LoadedRanks(first, None)
-    group = RankGroup(config, plan, cores=cores, timeout_s=hung_s(config), beat=beat, hub=hub)
+    try:
+        group = RankGroup(config, plan, cores=cores, timeout_s=hung_s(config), beat=beat, hub=hub)
+    except BaseException:
+        if hub is not None:  # However early that was: nodes look for the next engine, which listens where this one did.
+            hub.close(again=True)
+        raise
 
     def loaded(done: int, total: int) -> None:
         group.check()

@@ -5,14 +5,18 @@ from __future__ import annotations
 import importlib.util
 import socket
 import sys
+import time
+from types import SimpleNamespace
 
 import pytest
+from free_ports import free_port
 
 from holdfast.config import EngineConfig
-from holdfast.engine.ranks.ray_cluster import driver, launch
+from holdfast.engine.ranks.ray_cluster import address, driver, launch
 from holdfast.errors import ConfigurationError, EngineError
 
 CONFIG = EngineConfig(tensor_parallel_size=2, distributed_executor_backend="ray", device="cpu")
+SOON_S = 10.0
 
 
 def test_without_ray_the_command_that_installs_it_is_said(monkeypatch) -> None:
@@ -31,13 +35,76 @@ def test_settings_that_do_not_ask_for_ray_stay_as_they_are() -> None:
     assert "ray" not in sys.modules
 
 
-@pytest.mark.parametrize("address", ["ray://10.0.0.1:10001", "local"])
-def test_an_address_that_is_no_cluster_of_this_machine_is_refused(monkeypatch, address: str) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", address)
+@pytest.mark.parametrize("named", ["ray://10.0.0.1:10001", "local"])
+def test_an_address_that_is_no_cluster_of_this_machine_is_refused(monkeypatch, named: str) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", named)
     with pytest.raises(ConfigurationError, match="no Ray cluster to use") as refused:
         driver.connect()
     assert refused.value.found is not None
-    assert refused.value.found.startswith(f"RAY_ADDRESS is {address}")
+    assert refused.value.found.startswith(f"RAY_ADDRESS is {named}")
+
+
+def refused_address() -> ConfigurationError:
+    """By an address that is asked before Ray is, which would wait for minutes."""
+    began_s = time.monotonic()
+    with pytest.raises(ConfigurationError, match="no Ray cluster to use") as refused:
+        driver.connect()
+    assert time.monotonic() - began_s < SOON_S
+    assert refused.value.code == "HF154"
+    return refused.value
+
+
+def test_an_address_where_nobody_answers_is_refused_soon(monkeypatch) -> None:
+    named = f"127.0.0.1:{free_port()}"
+    monkeypatch.setenv("RAY_ADDRESS", named)
+    refused = refused_address()
+    assert f"RAY_ADDRESS is {named}, where nobody answers" in (refused.found or "")
+    assert f"ray start --address={named} on this machine" in (refused.fix or "")
+
+
+def test_an_address_that_takes_no_connection_is_refused_soon(monkeypatch) -> None:
+    """A machine that is gone, or a firewall: neither yes nor no."""
+    monkeypatch.setattr(address, "ANSWERS_S", 0.3)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        place = listener.getsockname()
+        with socket.create_connection(place):  # Which nobody takes: there is no room for another.
+            monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{place[1]}")
+            assert "nobody within 0.3 s" in (refused_address().found or "")
+
+
+@pytest.mark.parametrize("named", ["head", "head:", ":6379", "head:port"])
+def test_an_address_without_a_port_is_refused(monkeypatch, named: str) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", named)
+    assert refused_address().found == f"RAY_ADDRESS is {named}, which is not HOST:PORT"
+
+
+def test_a_cluster_that_this_machine_was_a_node_of_and_is_gone_is_refused_soon(monkeypatch) -> None:
+    last = f"127.0.0.1:{free_port()}"
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    services = SimpleNamespace(canonicalize_bootstrap_address_or_die=lambda named: last)
+    monkeypatch.setitem(sys.modules, "ray._private.services", services)
+    for parent in ("ray", "ray._private"):
+        monkeypatch.setitem(sys.modules, parent, SimpleNamespace())
+    assert f"was at {last}, where nobody answers" in (refused_address().found or "")
+
+
+def test_a_driver_that_is_not_let_into_a_cluster_is_ended_soon(monkeypatch, tmp_path) -> None:
+    """What answers is no cluster, or none that this machine is a node of: Ray would try on."""
+    mute = tmp_path / "mute"
+    mute.write_text("#!/bin/sh\nexec sleep 600\n")
+    mute.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(mute))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(launch, "CONNECTED_S", 0.5)
+    began_s = time.monotonic()
+    with pytest.raises(ConfigurationError, match="no Ray cluster to use") as refused, launch.on_ray(CONFIG, "a model"):
+        pass
+    assert time.monotonic() - began_s < SOON_S
+    assert refused.value.code == "HF154"
+    assert refused.value.found is not None
+    assert refused.value.found.endswith("has not let this machine in within 0.5 s")
 
 
 def test_a_driver_that_ends_before_it_has_placed_anything_is_said(monkeypatch) -> None:

@@ -66,18 +66,24 @@ def test_gpus_are_reserved_one_a_rank() -> None:
 def test_threads_that_were_set_are_what_a_node_must_have() -> None:
     cluster = [node("a", 4), node("b", 2)]
     assert place(cluster, "a", Wanted(2, 1, threads=3)).amount == 3
-    with pytest.raises(ConfigurationError, match="no room for 4 ranks"):
+    with pytest.raises(ConfigurationError, match="no room for 4 ranks") as refused:
         place([node("a", 2), node("b", 2)], "a", Wanted(2, 2, threads=3))
+    needed = "free CPUs: 4 here or 3 on each of 2 nodes or 3 on each of 4 nodes, this one among them"
+    assert refused.value.needed == needed
+    assert refused.value.fix == "--threads 2 or less, or start the server on a node with more CPUs"
 
 
 def test_memory_that_was_set_is_reserved_on_each_node() -> None:
     cluster = [node("a", 1), node("b", 1)]
     placed = place(cluster, "a", Wanted(2, 1, memory_bytes=4 * GIB))
     assert [bundle["memory"] for bundle in placed.bundles(cluster[0])] == [4.0 * GIB, 4.0 * GIB]
-    with pytest.raises(NoResourcesError, match=r"on nodes with 5.00 GiB of memory free now"):
+    with pytest.raises(NoResourcesError, match=r"has no room now for 2 ranks .*, on nodes with 5.00 GiB"):
         place(cluster, "a", Wanted(2, 1, memory_bytes=5 * GIB))
-    with pytest.raises(ConfigurationError, match=r"on nodes with 7.00 GiB of memory free"):
+    with pytest.raises(ConfigurationError, match=r"on nodes with 7.00 GiB of memory free") as refused:
         place(cluster, "a", Wanted(2, 1, memory_bytes=7 * GIB))
+    needed = "free CPUs: 2 here or 1 on each of 2 nodes, this one among them, with 7.00 GiB of memory on each"
+    assert refused.value.needed == needed
+    assert refused.value.fix == "--ram 6144MiB or less, or start the server on a node with more memory"
 
 
 def test_an_engine_that_has_nodes_keeps_their_number() -> None:
@@ -89,22 +95,26 @@ def test_an_engine_that_has_nodes_keeps_their_number() -> None:
 
 def test_a_cluster_that_is_too_small_is_named_with_what_would_do() -> None:
     with pytest.raises(ConfigurationError) as refused:
-        place([node("a", 1), node("b", 1), node("c", 1)], "a", Wanted(2, 2))
+        place([node("a", 1), node("b", 1), node("c", 1)], "a", Wanted(2, 2), head="10.0.0.9:6380")
     error = refused.value
     assert error.code == "HF155"
     assert error.message == "the Ray cluster has no room for 4 ranks (-tp 2 x -pp 2), each with a CPU"
-    assert error.needed == (
-        "CPUs that are free: 4 here or 2 on each of 2 nodes or 1 on each of 4 nodes, this one among them"
-    )
+    assert error.needed == "free CPUs: 4 here or 2 on each of 2 nodes or 1 on each of 4 nodes, this one among them"
     assert error.found is not None
     assert error.found.startswith("a (10.0.0.97, this one): 1 of 1 CPUs free, 4.00 GiB of memory; b (10.0.0.98): 1 of")
-    assert error.fix == "join a node: ray start --address=HEAD:6379 --num-cpus=N; or -tp 2"
+    assert error.fix == "on another machine: ray start --address=10.0.0.9:6380 --num-cpus=N; or -tp 2 -pp 1"
 
 
 def test_a_cluster_that_others_use_is_told_from_one_that_is_too_small() -> None:
     with pytest.raises(NoResourcesError, match="other jobs have reserved it") as refused:
         place([node("a", 2), node("b", 2, free=1)], "a", Wanted(4, 1))
     assert "b (10.0.0.98): 1 of 2 CPUs free" in str(refused.value)
+
+
+def test_a_single_rank_is_needed_here_and_nowhere_else() -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        place([node("a", 0)], "a", Wanted(1, 1))
+    assert refused.value.needed == "free CPUs: 1 here"
 
 
 def test_a_server_on_a_node_without_room_is_told_so() -> None:

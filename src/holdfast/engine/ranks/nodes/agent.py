@@ -26,9 +26,10 @@ from holdfast.engine.ranks import messages as rank_messages
 from holdfast.engine.ranks.children import RankProcess
 from holdfast.engine.ranks.cpu import segment_layout
 from holdfast.engine.ranks.nodes import messages
-from holdfast.engine.ranks.nodes.join import join_head
-from holdfast.engine.ranks.nodes.report import digests_for, named_ranks, report_of
+from holdfast.engine.ranks.nodes.join import head_hears_failure, join_head
+from holdfast.engine.ranks.nodes.report import digests_for, named_ranks, report_of, sources_digest
 from holdfast.engine.ranks.nodes.wire import SIGN_S, Wire
+from holdfast.errors import HoldfastError
 from holdfast.execution.parallel.mailbox import Sender
 from holdfast.execution.parallel.segment import Segment
 
@@ -52,7 +53,9 @@ class NodeAgent:
         is no head for longer than node_timeout."""
         while True:
             # Before anybody waits for it: a slow disk may take longer than the head lets a stranger be silent.
-            digests = digests_for(self._config, self._files)
+            with head_hears_failure(self._config):
+                digests = digests_for(self._config, self._files)
+                sources_digest()
             wire = join_head(self._config, partial(report_of, self._config, self._files, checkpoint=digests))
             log.info("joined the head at %s port %d", self._config.master_addr, self._config.master_port)
             self.joined = True
@@ -102,6 +105,8 @@ class _Followed:
                         raise said.failure.error()
                     self._let_leave(LEAVE_S if not said.again else 0.0)
                     return said.again
+        except HoldfastError:  # Of which some are OSErrors too.
+            raise
         except (OSError, EOFError, msgspec.DecodeError) as error:
             log.warning("the connection to the head has ended%s", f": {error}" if str(error) else "")
             return True
@@ -170,9 +175,10 @@ class _Followed:
     def _end(self) -> None:
         for rank in self._ranks:
             rank.kill()
-        gone = [rank.await_end(KILLED_S) for rank in self._ranks]
+        until_s = time.monotonic() + KILLED_S  # For all of them together.
+        gone = [rank.await_end(until_s - time.monotonic()) for rank in self._ranks]
         for thread in self._threads:
-            thread.join(KILLED_S)
+            thread.join(max(0.0, until_s - time.monotonic()))
         for rank in self._ranks:
             rank.connection.close()
         self._wire.close()

@@ -25,11 +25,13 @@ import msgspec
 from holdfast.config.nodes import WRONG_NODES
 from holdfast.engine.ranks.messages import StartRank
 from holdfast.engine.ranks.nodes import messages, secret
-from holdfast.engine.ranks.nodes.link import NodeLink, NodeRank
-from holdfast.engine.ranks.nodes.report import named_ranks, refuse_unequal
+from holdfast.engine.ranks.nodes.addresses import named_place, refuse_unreachable
+from holdfast.engine.ranks.nodes.link import STARTED_S, NodeLink, NodeRank
+from holdfast.engine.ranks.nodes.report import named_ranks, other_protocol, refuse_unequal
 from holdfast.engine.ranks.nodes.wire import MOST_BEFORE_PROOF, Wire
 from holdfast.errors import ConfigurationError, EngineError, HoldfastError
 from holdfast.execution.parallel.segment import Segment
+from holdfast.execution.parallel.sockets.listen import listen_at
 from holdfast.execution.parallel.sockets.spread import Spread
 from holdfast.records import Failure
 from holdfast.units import format_duration
@@ -57,6 +59,7 @@ class NodeHub:
         self._changed, self._closing = threading.Condition(), False
         self._strangers = threading.BoundedSemaphore(MOST_STRANGERS)
         self._listener = _listen(address, port)
+        self._place = named_place(address, self.port)
         threading.Thread(target=self._accept, name="nodes", daemon=True).start()
 
     @property
@@ -70,7 +73,7 @@ class NodeHub:
 
     def await_nodes(self, timeout_s: float, beat: Callable[[int, int], None]) -> None:
         """Until all are there. `beat`: called meanwhile, with how many nodes are there and how many there are."""
-        began_s = said_s = time.monotonic()
+        began_s, said_s = time.monotonic(), -SAID_EVERY_S  # At once, then now and then.
         others = range(1, self.spread.nodes)
         while True:
             with self._changed:
@@ -90,22 +93,25 @@ class NodeHub:
                     f"{names} has not joined",
                     code=NODES_MISSING,
                     needed=f"all {self.spread.nodes} nodes within {format_duration(timeout_s)}",
-                    found=f"{self.spread.nodes - len(missing)} of them",
+                    found=f"{self.spread.nodes - len(missing)} of them at {self._place}",
                     fix=f"start it with --node-rank {missing[0]} and the head's --master-addr, --master-port and"
                     " secret, and let it through to that port",
                 )
             if now_s - said_s >= SAID_EVERY_S:
                 said_s = now_s
-                log.info("waiting for %s at port %d", names, self.port)
+                log.info("waiting for %s at %s", names, self._place)
 
-    def start(self, starts: Sequence[StartRank], segment: Segment, on_end: Callable[[], None]) -> list[NodeRank]:
+    def start(
+        self, starts: Sequence[StartRank], segment: Segment, on_end: Callable[[], None], beat: Callable[[], None]
+    ) -> list[NodeRank]:
         """Ranks of other nodes, by their agents. `segment`: which shows what they have counted. `on_end`: called by
-        another thread when one has ended, or its node is lost."""
-        found = list[NodeRank]()
-        for node in range(1, self.spread.nodes):
-            own = [start for start in starts if start.rank in self.spread.ranks_of(node)]
-            found += self._links[node].start(own, segment, on_end)
-        return found
+        another thread when one has ended, or its node is lost. `beat`: called while agents are awaited."""
+        links = [self._links[node] for node in range(1, self.spread.nodes)]
+        for link in links:
+            ranks = self.spread.ranks_of(link.node)
+            link.start([start for start in starts if start.rank in ranks], segment, on_end)
+        until_s = time.monotonic() + STARTED_S
+        return [rank for link in links for rank in link.await_started(until_s, beat)]
 
     def post(self, mail: bytes) -> None:
         """To the ranks of all other nodes, in this order. One that is lost is noticed otherwise."""
@@ -118,15 +124,24 @@ class NodeHub:
             link.again = again
 
     def close(self, *, again: bool, failure: Failure | None = None) -> None:
-        """`again`: another engine takes this one's place, and nodes shall join it. `failure`: why there is none."""
+        """`again`: another engine takes this one's place, and nodes shall join it. `failure`: why there is none. A
+        second time does nothing."""
         with self._changed:  # Nobody is let in after this who would not be told.
+            if self._closing:
+                return
             self._closing, links = True, list(self._links.values())
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        for link in links:
-            link.end(again=again, failure=failure)
-            link.close()
+        # All at once: a node that is gone keeps nobody waiting for the others.
+        ends = [
+            threading.Thread(target=_end, args=(link, again, failure), name=f"end-{link.node}", daemon=True)
+            for link in links
+        ]
+        for thread in ends:
+            thread.start()
+        for thread in ends:
+            thread.join()
 
     def _accept(self) -> None:
         while not self._closing:
@@ -156,8 +171,8 @@ class NodeHub:
         wire.wait_at_most(HANDSHAKE_S, for_all=True)
         hello, nonce = messages.decode_hello(wire.receive(MOST_BEFORE_PROOF)), os.urandom(messages.NONCE_BYTES)
         head_proof = secret.proof(self._secret, secret.HEAD, hello.nonce, nonce)
-        wire.send(messages.encode(messages.Challenge(nonce, head_proof)))
-        said = messages.decode_from_agent(wire.receive(MOST_BEFORE_PROOF))
+        wire.send(messages.encode(messages.Challenge(nonce, head_proof, messages.PROTOCOL, self.own.version)))
+        said = self._understood(hello, wire)
         expected = secret.proof(self._secret, secret.AGENT, hello.nonce, nonce)
         if not isinstance(said, messages.Join | messages.CannotJoin) or not hmac.compare_digest(said.proof, expected):
             log.warning("a node at %s was refused: it has another secret", wire.other_host)
@@ -170,7 +185,7 @@ class NodeHub:
             with self._changed:
                 if self._closing:
                     return None
-                self._check(hello, said.report)
+                self._check(said.report)
                 link = NodeLink(wire, said.report, self.spread.ranks_of(said.report.node))
                 wire.send(messages.encode(messages.Welcome()))
                 self._links[link.node] = link
@@ -182,6 +197,19 @@ class NodeHub:
         log.info("node %d of %d has joined: %s at %s", link.node, self.spread.nodes, link.report.name, wire.other_host)
         return link
 
+    def _understood(self, hello: messages.NodeHello, wire: Wire) -> messages.FromAgent:
+        """The answer to a challenge. One of another protocol says CannotJoin, which all understand; where it does not,
+        it is told so, and has proven nothing that would end the head's start."""
+        said = wire.receive(MOST_BEFORE_PROOF)
+        try:
+            return messages.decode_from_agent(said)
+        except msgspec.DecodeError:
+            if hello.protocol != messages.PROTOCOL:
+                error = other_protocol(hello.version, self.own.version, hello.protocol, messages.PROTOCOL)
+                log.warning("a node was refused: %s", error.message)
+                wire.send(messages.encode(messages.Refused(Failure.of(error))))
+            raise
+
     def _note_cannot(self, said: messages.CannotJoin, wire: Wire) -> None:
         """A node that cannot join ends the start of the head: waiting would not help."""
         error = said.failure.error()
@@ -191,7 +219,7 @@ class NodeHub:
             self._refusal = error
             self._changed.notify_all()
 
-    def _check(self, hello: messages.NodeHello, report: messages.NodeReport) -> None:
+    def _check(self, report: messages.NodeReport) -> None:
         """What is wrong with a node that has the secret ends the start of the head too: waiting would not help."""
         node, known = report.node, self._links.get(report.node)
         if not 0 < node < self.spread.nodes and report.nodes == self.spread.nodes:
@@ -210,13 +238,16 @@ class NodeHub:
             )
         try:
             ranks = self.spread.ranks_of(node) if 0 < node < self.spread.nodes else range(1)
-            if hello.protocol != messages.PROTOCOL:
-                report = msgspec.structs.replace(report, version=f"protocol {hello.protocol}")
             refuse_unequal(self.own, report, ranks)
         except ConfigurationError as error:
             self._refusal = error
             self._changed.notify_all()
             raise
+
+
+def _end(link: NodeLink, again: bool, failure: Failure | None) -> None:
+    link.end(again=again, failure=failure)
+    link.close()
 
 
 def other_secret() -> ConfigurationError:
@@ -230,9 +261,9 @@ def other_secret() -> ConfigurationError:
 
 def _listen(address: str, port: int) -> socket.socket:
     try:
-        family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((address, port), family=family, backlog=MOST_STRANGERS)
-    except (OSError, OverflowError) as error:
+        refuse_unreachable(address)
+        return listen_at(address, port, backlog=MOST_STRANGERS)
+    except (OSError, OverflowError, UnicodeError) as error:
         raise ConfigurationError(
             f"rank 0 cannot listen for other nodes at {address} port {port}: {error}",
             code=WRONG_NODES,

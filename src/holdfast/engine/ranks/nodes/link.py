@@ -99,13 +99,15 @@ class NodeLink:
         self._on_end: Callable[[], None] = lambda: None
         self._watching, self._over = threading.Lock(), threading.Event()
 
-    def start(self, starts: Sequence[StartRank], segment: Segment, on_end: Callable[[], None]) -> list[NodeRank]:
-        """Its ranks, once their processes have been started."""
+    def start(self, starts: Sequence[StartRank], segment: Segment, on_end: Callable[[], None]) -> None:
         self._segment, self._on_end = segment, on_end
         self._ranks = {start.rank: NodeRank(start.rank, self) for start in starts}
         self._say(messages.StartNode(list(starts)))
-        until_s = time.monotonic() + STARTED_S
+
+    def await_started(self, until_s: float, beat: Callable[[], None]) -> list[NodeRank]:
+        """Its ranks, once their processes have been started."""
         while not self._started.wait(0.1):
+            beat()
             if self.lost or time.monotonic() > until_s:
                 why = "it is lost" if self.lost else f"nothing was heard within {STARTED_S:g} s"
                 raise EngineDiedError(f"node {self.node} ({self.report.name}) has not started its ranks: {why}")

@@ -7,6 +7,8 @@ agent   NodeHello            ──►            head
         ◄──  StartNode, then mail for the ranks of the node (the first byte is MAIL); at last EndNode
         NodeStarted, then what ranks say, how they end, and signs of life with their counts
 
+Both sides know each other's protocol after the first two messages. What is said where it is another (NodeHello,
+Challenge, OtherSecret, CannotJoin, Refused) is read by all versions: it gets new fields with defaults, and loses none.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import msgspec
 from holdfast.engine.ranks.messages import StartRank
 from holdfast.records import Failure
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAIL, MESSAGE = b"\x00", b"\x01"
 NONCE_BYTES = 32
 
@@ -26,11 +28,15 @@ NONCE_BYTES = 32
 class NodeHello(msgspec.Struct, frozen=True, tag=True):
     nonce: bytes
     protocol: int = PROTOCOL
+    version: str = ""
+    """Of Holdfast, for people."""
 
 
 class Challenge(msgspec.Struct, frozen=True, tag=True):
     nonce: bytes
     proof: bytes
+    protocol: int = 1
+    version: str = ""
 
 
 class OtherSecret(msgspec.Struct, frozen=True, tag=True):
@@ -45,6 +51,8 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel_size: int
     pipeline_parallel_size: int
     version: str
+    sources: str = ""
+    """A digest of Holdfast's own files: two installations of one version may differ."""
     checkpoint: dict[str, str]
     """By file: its size and a digest of its header; of a config a digest of it."""
     host: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import platform
@@ -35,7 +36,8 @@ def report_of(
         nodes=config.nnodes,
         tensor_parallel_size=config.tensor_parallel_size,
         pipeline_parallel_size=config.pipeline_parallel_size,
-        version=sys.modules["holdfast"].__version__,  # Which imports all of this, and is imported by nobody below it.
+        version=own_version(),
+        sources=sources_digest(),
         checkpoint=digests_for(config, files) if checkpoint is None else checkpoint,
         host=host,
         name=platform.node()[:255],
@@ -45,6 +47,32 @@ def report_of(
         total_bytes=machine.total_bytes,
         free_bytes=machine.available_bytes,
         kernels=compiled_kernels(),
+    )
+
+
+def own_version() -> str:
+    return str(sys.modules["holdfast"].__version__)  # Which imports all of this, and is imported by nobody below it.
+
+
+@functools.cache
+def sources_digest() -> str:
+    """Of all Python files of this installation. What is compiled is left out: that differs between machines."""
+    folder, found = Path(str(sys.modules["holdfast"].__file__)).parent, hashlib.blake2b(digest_size=8)
+    for path in sorted(folder.rglob("*.py")):
+        found.update(f"{path.relative_to(folder)}\0".encode() + hashlib.blake2b(path.read_bytes()).digest())
+    return found.hexdigest()
+
+
+def other_protocol(version: str, head_version: str, protocol: int, head_protocol: int) -> ConfigurationError:
+    """Of a node that could not understand what its head says."""
+    ours, theirs = head_version or "of another version", version or "of another version"
+    return ConfigurationError(
+        f"holdfast {theirs} of this node and holdfast {ours} of the head do not understand each other",
+        code=WRONG_NODES,
+        needed=f"holdfast {ours} (protocol {head_protocol})",
+        found=f"holdfast {theirs} (protocol {protocol})",
+        fix="install the same version of Holdfast on all nodes",
+        field="nnodes",
     )
 
 
@@ -80,6 +108,12 @@ def refuse_unequal(head: NodeReport, node: NodeReport, ranks: range) -> None:
         ours, theirs = getattr(head, field), getattr(node, field)
         if ours != theirs:
             raise _unequal(f"{who} has another {words} than the head", f"{words} {ours}", str(theirs))
+    if head.sources != node.sources:
+        raise _unequal(
+            f"{who} has holdfast {node.version} as the head has, but other files of it",
+            f"Holdfast's own files with digest {head.sources}",
+            node.sources or "none",
+        )
     if not node.kernels:
         raise _unequal(f"{who} has no compiled kernels", "an installation with a C compiler", "none")
     _refuse_other_files(who, head.checkpoint, node.checkpoint)

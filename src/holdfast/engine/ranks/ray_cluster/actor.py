@@ -4,7 +4,6 @@ with it. Ray may start it again at any time, on another machine too.
 
 from __future__ import annotations
 
-import logging
 import os
 import platform
 import sys
@@ -30,6 +29,7 @@ class NodeActor:
 
         from holdfast.engine.process.protocol import pack_failure
         from holdfast.engine.ranks.ray_cluster.messages import NotPlaced, encode
+        from holdfast.observability.line_format import log_as
 
         os.environ.update(environment)
         os.environ.pop("OMP_NUM_THREADS", None)  # Ray's, for its own workers; ranks are told their threads.
@@ -37,8 +37,7 @@ class NodeActor:
         address = ray.util.get_node_ip_address()
         settings = settings | {"node_addr": address, "threads": cores if cpus is None else min(cpus, cores)}
         config = EngineConfig(**settings)  # type: ignore[arg-type]
-        line = f"%(levelname)s node {config.node_rank}: %(message)s"
-        logging.basicConfig(level=logging.INFO, format=line, stream=sys.stderr, force=True)
+        log_as(f"node {config.node_rank}")
         try:
             _follow(config)
         except HoldfastError as error:
@@ -48,11 +47,9 @@ class NodeActor:
 
 def _follow(config: EngineConfig) -> None:
     from holdfast.engine.ranks.nodes.agent import NodeAgent
-    from holdfast.engine.ranks.nodes.join import tell_cannot_join
+    from holdfast.engine.ranks.nodes.join import head_hears_failure
     from holdfast.engine.startup.build import find_model
 
-    try:
+    with head_hears_failure(config):
         model = find_model(config, progress=False, text=False)
-    except HoldfastError as error:
-        tell_cannot_join(config, error)
     NodeAgent(config, model.files).run()

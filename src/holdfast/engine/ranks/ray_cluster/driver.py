@@ -20,6 +20,7 @@ import holdfast
 from holdfast.config.parts.executors import NO_RAY
 from holdfast.engine.ranks.ray_cluster import messages
 from holdfast.engine.ranks.ray_cluster.actor import NodeActor
+from holdfast.engine.ranks.ray_cluster.address import cluster_address, first_line, no_cluster
 from holdfast.engine.ranks.ray_cluster.placement import NodeRoom, RayPlacement, Wanted, place
 from holdfast.errors import ConfigurationError, HoldfastError, NoResourcesError
 from holdfast.records import Failure
@@ -73,6 +74,7 @@ class RayDriver:
 
     def place(self) -> None:
         connect()
+        self.say(messages.Connected())
         import ray
 
         home_id = ray.get_runtime_context().get_node_id()
@@ -92,10 +94,13 @@ class RayDriver:
 
     def _find_room(self, home_id: str) -> RayPlacement:
         """What an engine before this one had may still have to become free."""
+        import ray
+
         until_s = time.monotonic() + RELEASED_S
         while True:
             try:
-                return place(cluster_nodes(), home_id, self._wanted, nodes=self._asked.nodes)
+                head = ray.get_runtime_context().gcs_address
+                return place(cluster_nodes(), home_id, self._wanted, nodes=self._asked.nodes, head=head)
             except NoResourcesError:
                 if time.monotonic() > until_s or self._connection.poll(LOOK_S):
                     raise
@@ -239,35 +244,17 @@ class _Agent:
 
 
 def connect() -> None:
-    """To the cluster that RAY_ADDRESS names, or that this machine is a node of. Starts none."""
+    """To a cluster that answers. Starts none. Whoever started this process bounds how long Ray takes for it."""
     for name, value in {"RAY_USAGE_STATS_ENABLED": "0", "RAY_COLOR_PREFIX": "0"}.items():
         os.environ.setdefault(name, value)
-    address = os.environ.get("RAY_ADDRESS") or "auto"
-    if address.startswith("ray://") or address == "local":
-        raise _no_cluster(
-            f"RAY_ADDRESS is {address}, but rank 0 runs where the server does, on a node of the cluster",
-            "the address of the cluster's head, such as 10.0.0.1:6379, on one of its nodes",
-        )
+    address = cluster_address()
     import ray
 
     try:
         ray.init(address=address, log_to_driver=True, logging_level="warning")
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise _no_cluster(first[:500], "a Ray cluster that runs, with this machine as a node of it") from None
+        raise no_cluster(f"at {address}: {first_line(error)}", head=address) from None
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Ray has set it.
-
-
-def _no_cluster(why: str, needed: str) -> ConfigurationError:
-    return ConfigurationError(
-        "there is no Ray cluster to use",
-        code=NO_RAY,
-        needed=needed,
-        found=why,
-        fix="ray start --address=HEAD:6379 on this machine, with the Ray and Python of the cluster; for a cluster of"
-        " this machine alone: ray start --head",
-        field="distributed_executor_backend",
-    )
 
 
 def cluster_nodes() -> list[NodeRoom]:

@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import asdict, replace
@@ -28,11 +29,15 @@ from holdfast.config.nodes import DEFAULT_PORT
 from holdfast.config.parts.executors import NO_RAY
 from holdfast.engine.ranks.nodes.secret import new_secret
 from holdfast.engine.ranks.ray_cluster import messages
+from holdfast.engine.ranks.ray_cluster.address import no_cluster
 from holdfast.errors import ConfigurationError, EngineError
 from holdfast.hardware import processor
+from holdfast.records import Failure
 
 log = logging.getLogger("holdfast")
 
+CONNECTED_S = 90.0
+"""For a driver to be let into a cluster that answers: Ray alone would try for minutes, and again."""
 PLACED_S = 180.0
 """For a driver to reserve the nodes, or to say why it cannot."""
 ENDED_S = 15.0
@@ -150,13 +155,18 @@ class RayNodes:
                 pass_fds=(theirs.fileno(),),
             )  # fmt: skip
         connection = Connection(ours.detach())
-        why = ""
+        why, connected, until_s = "", False, time.monotonic() + CONNECTED_S
         try:
             with contextlib.suppress(EOFError, OSError):
                 connection.send_bytes(messages.encode(self._asked()))
                 while not self._closing.is_set():
                     if connection.poll(LOOK_S):
+                        connected = True
                         why = self._hear(messages.decode_from_driver(connection.recv_bytes())) or why
+                    elif not connected and time.monotonic() > until_s:
+                        why = self._hear(messages.NotPlaced(Failure.of(_not_let_in())))
+                        process.kill()
+                        break
         finally:
             connection.close()
             if not self._placed.done():  # It waits for Ray, which ends what it has begun.
@@ -187,6 +197,8 @@ class RayNodes:
         """Why nothing was placed, where that is what was said."""
         if isinstance(heard, messages.Note):
             log.log(logging.getLevelNamesMapping()[heard.level.upper()], "%s", heard.text)
+        elif isinstance(heard, messages.Connected):
+            pass
         elif isinstance(heard, messages.Placed):
             log.info("Ray has placed the ranks on %d nodes: %s", heard.nodes, ", ".join(heard.names))
             if not self._placed.done():
@@ -202,6 +214,11 @@ class RayNodes:
         atexit.unregister(self.close)
         self._closing.set()
         self._thread.join(ENDED_S + 5.0)
+
+
+def _not_let_in() -> ConfigurationError:
+    where = os.environ.get("RAY_ADDRESS") or "the address of the last cluster of this machine"
+    return no_cluster(f"what answers at {where} has not let this machine in within {CONNECTED_S:g} s")
 
 
 def _same_everywhere(model: str | None) -> str | None:

@@ -27,6 +27,10 @@ class Reserve(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     environment: dict[str, str]
 
 
+class Connected(msgspec.Struct, frozen=True, tag=True):
+    """The cluster has let this job in."""
+
+
 class Placed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """All nodes are reserved, and each has an agent that looks for the head."""
 
@@ -50,7 +54,7 @@ class Note(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
-FromDriver = Placed | NotPlaced | Note
+FromDriver = Connected | Placed | NotPlaced | Note
 
 encode = msgspec.msgpack.Encoder().encode
 decode_reserve: Callable[[bytes], Reserve] = msgspec.msgpack.Decoder(Reserve).decode

@@ -96,15 +96,18 @@ class RayPlacement:
         return "STRICT_PACK" if self.nodes == 1 else "STRICT_SPREAD"
 
 
-def place(cluster: Sequence[NodeRoom], home_id: str, wanted: Wanted, *, nodes: int | None = None) -> RayPlacement:
-    """`home_id`: of the node where the server runs. `nodes`: their number, where an engine has them already. Raises
-    ConfigurationError where the cluster is too small, NoResourcesError where only others are in the way for now."""
+def place(
+    cluster: Sequence[NodeRoom], home_id: str, wanted: Wanted, *, nodes: int | None = None, head: str = "HEAD:6379"
+) -> RayPlacement:
+    """`home_id`: of the node where the server runs. `nodes`: their number, where an engine has them already. `head`:
+    where other machines join the cluster. Raises ConfigurationError where it is too small, NoResourcesError where only
+    others are in the way for now."""
     found = _best(cluster, home_id, wanted, nodes, free=True)
     if found is not None:
         return found
     if _best(cluster, home_id, wanted, nodes, free=False) is not None:
         raise NoResourcesError(
-            f"the Ray cluster has no room for {wanted.words} now: other jobs have reserved it",
+            f"the Ray cluster has no room now for {wanted.words}: other jobs have reserved it",
             code=CLUSTER_TOO_SMALL,
             needed=_needed(wanted, nodes),
             found=_found(cluster, home_id, wanted),
@@ -115,7 +118,7 @@ def place(cluster: Sequence[NodeRoom], home_id: str, wanted: Wanted, *, nodes: i
         code=CLUSTER_TOO_SMALL,
         needed=_needed(wanted, nodes),
         found=_found(cluster, home_id, wanted),
-        fix=_fix(cluster, home_id, wanted),
+        fix=_fix(cluster, home_id, wanted, head),
         field="tensor_parallel_size",
     )
 
@@ -143,11 +146,15 @@ def _counts(wanted: Wanted) -> list[int]:
 
 
 def _needed(wanted: Wanted, fixed: int | None) -> str:
-    ways = [(count, wanted.ranks // count) for count in sorted(_counts(wanted) if fixed is None else [fixed])]
+    counts = sorted(_counts(wanted) if fixed is None else [fixed])
+    least = wanted.threads if wanted.threads is not None and wanted.kind == "CPU" else 0
+    amounts = [(count, max(least, wanted.ranks // count)) for count in counts]
     each = " or ".join(
-        f"{amount} on each of {count} nodes" if count > 1 else f"{amount} here" for count, amount in ways
+        f"{amount} on each of {count} nodes" if count > 1 else f"{amount} here" for count, amount in amounts
     )
-    return f"{wanted.kind}s that are free: {each}, this one among them"
+    each += ", this one among them" if counts[-1] > 1 else ""
+    memory = "" if wanted.memory_bytes is None else f", with {format_bytes(wanted.memory_bytes)} of memory on each"
+    return f"free {wanted.kind}s: {each}{memory}"
 
 
 def _found(cluster: Sequence[NodeRoom], home_id: str, wanted: Wanted) -> str:
@@ -165,20 +172,29 @@ def _shown(node: NodeRoom, kind: str, *, here: bool) -> str:
     return f"{node.name} ({node.address}{', this one' if here else ''}): {free:g} of {total:g} {kind}s free{memory}"
 
 
-def _fix(cluster: Sequence[NodeRoom], home_id: str, wanted: Wanted) -> str:
-    home = next((wanted.room(node, free=False) for node in cluster if node.id == home_id), 0)
+def _fix(cluster: Sequence[NodeRoom], home_id: str, wanted: Wanted, head: str) -> str:
+    here = next((node for node in cluster if node.id == home_id), None)
     flag = "--num-gpus" if wanted.kind == "GPU" else "--num-cpus"
-    if home == 0:
-        return f"start the server on a node with {wanted.kind}s, or ray start with {flag} on this one"
-    join = f"join a node: ray start --address=HEAD:6379 {flag}=N"
+    if here is None or wanted.room(here, free=False) == 0:
+        return _fix_here(here, wanted, flag)
+    join = f"on another machine: ray start --address={head} {flag}=N"
     smaller = [
-        f"-tp {tensor} -pp {pipeline}" if pipeline > 1 else f"-tp {tensor}"
+        f"-tp {tensor} -pp {pipeline}" if wanted.pipeline_parallel > 1 else f"-tp {tensor}"
         for tensor, pipeline in _smaller(wanted)
         if _best(
             cluster, home_id, replace(wanted, tensor_parallel=tensor, pipeline_parallel=pipeline), None, free=False
         )
     ]
     return f"{join}; or {smaller[0]}" if smaller else join
+
+
+def _fix_here(here: NodeRoom | None, wanted: Wanted, flag: str) -> str:
+    """Of a node that has room for no rank at all: rank 0 is where the server runs."""
+    if here is not None and wanted.memory_bytes is not None and here.memory_bytes < wanted.memory_bytes:
+        return f"--ram {max(1, here.memory_bytes >> 20)}MiB or less, or start the server on a node with more memory"
+    if here is not None and wanted.kind == "CPU" and wanted.threads is not None and here.cpus >= 1:
+        return f"--threads {int(here.cpus)} or less, or start the server on a node with more CPUs"
+    return f"start the server on a node with {wanted.kind}s, or ray start with {flag} on this one"
 
 
 def _smaller(wanted: Wanted) -> list[tuple[int, int]]:

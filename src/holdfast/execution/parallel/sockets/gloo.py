@@ -6,7 +6,7 @@ The process group is this object's own: the program that the engine runs in may 
 from __future__ import annotations
 
 import ctypes
-import socket
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TypeAlias
@@ -16,18 +16,20 @@ import torch.distributed
 
 from holdfast.errors import EngineDiedError, EngineError
 from holdfast.execution.parallel.segment import LOOK_NS, Watch
+from holdfast.execution.parallel.sockets.listen import listen_at
 
 TIMEOUT_S = 60.0
 """To find one another."""
 LONGEST_S = 86_400.0
 LOOK_S = LOOK_NS / 1e9
+ASK_S = 0.02
 LOOPBACK = "127.0.0.1"
 Store: TypeAlias = torch.distributed.Store
 
 
 def open_store(port: int | None, size: int, host: str = LOOPBACK) -> torch.distributed.TCPStore:
     """Where ranks find one another: the first one's (None), or that one's by its port. It listens at `host` alone."""
-    own = socket.create_server((host, 0)) if port is None else None
+    own = listen_at(host) if port is None else None
     return torch.distributed.TCPStore(
         host,
         port or (0 if own is None else own.getsockname()[1]),
@@ -37,6 +39,16 @@ def open_store(port: int | None, size: int, host: str = LOOPBACK) -> torch.distr
         timeout=timedelta(seconds=TIMEOUT_S),
         master_listen_fd=None if own is None else own.detach(),
     )
+
+
+def _await_all(store: torch.distributed.Store, size: int, timeout_s: float, watch: Watch) -> None:
+    """Until all ranks are about to make the process group: gloo asks nobody while it waits for them."""
+    names, until_s = [f"here/{rank}" for rank in range(size)], time.monotonic() + timeout_s
+    while not store.check(names):
+        if time.monotonic() > until_s:
+            raise RuntimeError(f"waited {timeout_s:g} s")
+        watch(0.0)  # How long they may take is known here.
+        time.sleep(ASK_S)
 
 
 class GlooCollectives:
@@ -62,6 +74,9 @@ class GlooCollectives:
             options = torch.distributed.ProcessGroupGloo._Options()
             options._devices = [torch.distributed.ProcessGroupGloo.create_device(hostname=host)]
             options._timeout = timedelta(seconds=self._timeout_s)
+            store.set(f"here/{rank}", b"")
+            if watch is not None:
+                _await_all(store, size, self._timeout_s, watch)
             self._group = torch.distributed.ProcessGroupGloo(store, rank, size, options)
         except RuntimeError as error:
             raise EngineError(f"rank {rank} has not found all {size} ranks: {error}") from error

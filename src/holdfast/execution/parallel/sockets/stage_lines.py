@@ -23,10 +23,14 @@ import torch.distributed
 
 from holdfast.errors import EngineDiedError, EngineError
 from holdfast.execution.parallel.segment import LOOK_NS, Watch
+from holdfast.execution.parallel.sockets.listen import listen_at
 
 LOOK_S = LOOK_NS / 1e9
 JOIN_S = 60.0
 """For ranks to find one another."""
+CONNECT_S = 5.0
+"""For one attempt to reach another."""
+ASK_S = 0.02
 KEY_BYTES = 32
 HEAD = struct.Struct("<QQ")
 WHO = struct.Struct("<I")
@@ -144,23 +148,32 @@ def open_lines(
     watch: Watch,
 ) -> tuple[Mapping[int, LineIn], Mapping[int, LineOut]]:
     """By the numbers of the other ranks. `store`: where they find one another. `host`: of this rank for others. `key`:
-    that all ranks of this start have, and nobody else. Waits until all of them are there."""
-    listener = socket.create_server((host, 0)) if sources else None
+    that all ranks of this start have, and nobody else. Waits until all of them are there, or `watch` raises."""
+    listener = listen_at(host) if sources else None
     if listener is not None:
         port = listener.getsockname()[1]
         store.set(f"line/{rank}", f"{host} {port}")
-    outgoing = {target: _connect(store, rank, target, key) for target in targets}
-    incoming = {} if listener is None else _accept(listener, rank, sources, key)
+    outgoing = {target: _connect(store, rank, target, key, watch) for target in targets}
+    incoming = {} if listener is None else _accept(listener, rank, sources, key, watch)
     return (
         {other: LineIn(line, f"rank {other}", watch) for other, line in incoming.items()},
         {other: LineOut(line, f"rank {other}", watch) for other, line in outgoing.items()},
     )
 
 
-def _connect(store: torch.distributed.Store, rank: int, target: int, key: bytes) -> socket.socket:
+def _connect(store: torch.distributed.Store, rank: int, target: int, key: bytes, watch: Watch) -> socket.socket:
+    until_s = time.monotonic() + JOIN_S
     try:
-        host, _, port = store.get(f"line/{target}").decode().partition(" ")
-        line = socket.create_connection((host, int(port)), JOIN_S)
+        host, _, port = _address(store, target, until_s, watch).partition(" ")
+        while True:
+            try:
+                line = socket.create_connection((host, int(port)), CONNECT_S)
+                break
+            except TimeoutError:
+                if time.monotonic() > until_s:
+                    raise
+            watch(0.0)  # How long this may take is known here.
+        line.settimeout(JOIN_S)
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         line.sendall(key + WHO.pack(rank))
         line.settimeout(None)
@@ -169,14 +182,29 @@ def _connect(store: torch.distributed.Store, rank: int, target: int, key: bytes)
     return line
 
 
-def _accept(listener: socket.socket, rank: int, sources: Sequence[int], key: bytes) -> dict[int, socket.socket]:
+def _address(store: torch.distributed.Store, target: int, until_s: float, watch: Watch) -> str:
+    name = f"line/{target}"
+    while not store.check([name]):
+        if time.monotonic() > until_s:
+            raise TimeoutError(f"it has not said within {JOIN_S:g} s where it is")
+        watch(0.0)
+        time.sleep(ASK_S)
+    return str(store.get(name).decode())
+
+
+def _accept(
+    listener: socket.socket, rank: int, sources: Sequence[int], key: bytes, watch: Watch
+) -> dict[int, socket.socket]:
     found, until_s = dict[int, socket.socket](), time.monotonic() + JOIN_S
     with listener:
         while missing := [other for other in sources if other not in found]:
-            listener.settimeout(max(0.01, until_s - time.monotonic()))
+            listener.settimeout(LOOK_S)
             try:
                 line, _ = listener.accept()
             except TimeoutError:
+                if time.monotonic() < until_s:
+                    watch(0.0)
+                    continue
                 names = ", ".join(f"rank {other}" for other in missing)
                 raise EngineError(
                     f"rank {rank} has not been reached by {names}", needed=f"within {JOIN_S:g} s"
