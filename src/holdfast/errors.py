@@ -39,6 +39,10 @@ def printable(text: str, *, keep: str = "") -> str:
     return "".join(one if one.isprintable() or one in keep else repr(one)[1:-1] for one in text)
 
 
+DISK_FAILED = "HF443"
+"""Layers could not be written to a disk, or not be read from it."""
+
+
 class HoldfastError(Exception):
     """`code` is stable and documented; `fix` is a command or a change that helps, where one is known."""
 

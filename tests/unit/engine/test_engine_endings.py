@@ -1,4 +1,5 @@
-"""An engine process that ends because of somebody else, a lost node say: one line with the cause, and no traceback."""
+"""An engine process that ends because of somebody else, a lost node say: one line with the cause, and no traceback.
+One that ends by its own fault says where."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from holdfast.engine.process import main, protocol
-from holdfast.errors import EngineDiedError
+from holdfast.errors import EngineDiedError, EngineError, EngineHungError, HoldfastError
 from holdfast.observability.line_format import log_as
 
 LOST = "rank 1 (node 1, big-machine, pid 7) has ended: node 1 is lost: it gave no sign for 15 s"
@@ -28,35 +29,56 @@ def log(caplog):
     own.setLevel(before[2])
 
 
-def serve_until_lost(monkeypatch) -> tuple[list[object], list[bool]]:
+DISK = EngineError("a layer could not be read", code="HF443", found="Input/output error")
+
+
+def serve_until(error: HoldfastError, monkeypatch) -> tuple[list[object], list[bool]]:
     said, closed = list[object](), list[bool]()
 
-    def lose(*given: object) -> None:
-        raise EngineDiedError(LOST)
+    def fail(*given: object) -> None:
+        raise error
 
-    monkeypatch.setattr(main, "_serve", lose)
+    monkeypatch.setattr(main, "_serve", fail)
     socket = SimpleNamespace(send=lambda message: said.append(protocol.decode_from_engine(message)))
-    core = SimpleNamespace(close=lambda: closed.append(sys.exc_info()[0] is EngineDiedError))
-    with pytest.raises(EngineDiedError):
+    core = SimpleNamespace(close=lambda: closed.append(sys.exc_info()[1] is error))
+    with pytest.raises(type(error)):
         main._serve_and_close(core, socket, None)
     return said, closed
 
 
 @pytest.mark.usefixtures("log")
 @pytest.mark.parametrize("level", [logging.INFO, logging.DEBUG])
-def test_a_lost_node_is_one_line(monkeypatch, capsys, level: int) -> None:
+@pytest.mark.parametrize("error", [EngineDiedError(LOST), DISK], ids=["node", "disk"])
+def test_what_others_have_done_is_one_line(monkeypatch, capsys, level: int, error: EngineError) -> None:
     log_as("engine 3", level)
-    said, closed = serve_until_lost(monkeypatch)
+    said, closed = serve_until(error, monkeypatch)
     lines = capsys.readouterr().err.splitlines()
     assert isinstance(said[0], protocol.StepFailed)
     assert closed == [True]
     assert re.fullmatch(
-        r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d WARNING engine 3: " + re.escape(LOST)
-        + r"; this engine ends, and another takes its place \[HF410\]",
+        r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d WARNING engine 3: "
+        + re.escape(f"{error.message}; this engine ends [{error.code}]"),
         lines[0],
     )  # fmt: skip
     assert ("Traceback" in "".join(lines[1:])) == (level == logging.DEBUG)
     assert level == logging.DEBUG or len(lines) == 1
+
+
+@pytest.mark.usefixtures("log")
+@pytest.mark.parametrize(
+    "error",
+    [EngineError("step 7 is not the one due", needed="step 6"), EngineHungError("rank 1 has not come")],
+    ids=["invariant", "hung"],
+)
+def test_what_may_be_a_fault_of_the_engine_has_its_traceback(monkeypatch, capsys, error: EngineError) -> None:
+    log_as("engine 3", logging.INFO)
+    said, closed = serve_until(error, monkeypatch)
+    first, *lines = capsys.readouterr().err.splitlines()
+    assert isinstance(said[0], protocol.StepFailed)
+    assert closed == [True]
+    assert first.endswith(f" ERROR engine 3: {error.message}; this engine ends [{error.code}]")
+    assert "Traceback" in "".join(lines)
+    assert any("in fail" in line for line in lines)
 
 
 def test_the_front_tells_an_engine_whether_its_log_has_debug_lines() -> None:

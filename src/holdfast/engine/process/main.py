@@ -25,7 +25,7 @@ from holdfast.engine.process import protocol
 from holdfast.engine.process.fault_injection import fail_loading, with_faults
 from holdfast.engine.startup.preload_torch import import_torch
 from holdfast.engine.startup.prespawn import cannot_start, shortage
-from holdfast.errors import DoesNotFitError, HoldfastError, UnsupportedOptionError
+from holdfast.errors import DISK_FAILED, DoesNotFitError, EngineDiedError, HoldfastError, UnsupportedOptionError
 from holdfast.observability.line_format import log_as
 from holdfast.observability.nonblocking_output import unblock_output
 
@@ -79,14 +79,17 @@ def run(address: str) -> int:
 def _serve_and_close(
     core: EngineCore, socket: zmq.Socket[bytes], heart: _Heart, keeper: KVKeeper | None = None
 ) -> None:
-    """A lost node or a disk that fails is no fault of this program: it is said in a line. Where it was noticed is for
-    whoever looks for one."""
+    """A lost node or rank, or a disk that fails, is no fault of this program: it is said in a line, and where it was
+    noticed is for whoever looks for that. All else may be one, and keeps its traceback."""
     try:
         _serve(core, socket, heart, keeper)
     except HoldfastError as error:  # Whoever waits for an answer shall hear of it.
         socket.send(protocol.encode(protocol.StepFailed(protocol.pack_failure(error))))
-        log.warning("%s; this engine ends, and another takes its place [%s]", error.message, error.code)
-        log.debug("where this was noticed", exc_info=True)
+        if isinstance(error, EngineDiedError) or error.code == DISK_FAILED:
+            log.warning("%s; this engine ends [%s]", error.message, error.code)
+            log.debug("where this was noticed", exc_info=True)
+        else:
+            log.error("%s; this engine ends [%s]", error.message, error.code, exc_info=True)
         raise
     finally:
         core.close()

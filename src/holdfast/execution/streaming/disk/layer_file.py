@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from holdfast.errors import EngineError
+from holdfast.errors import DISK_FAILED, EngineError
 from holdfast.units import format_bytes
 
 PIECE_BYTES = 4 << 20
@@ -145,4 +145,6 @@ def _pread(file: int, piece: memoryview, offset: int) -> int:
 
 
 def _failed(what: str, needed: int, found: str) -> EngineError:
-    return EngineError(what, code="HF443", needed=format_bytes(needed), found=found, fix="--nvme-path on another disk")
+    return EngineError(
+        what, code=DISK_FAILED, needed=format_bytes(needed), found=found, fix="--nvme-path on another disk"
+    )
