@@ -30,6 +30,10 @@ JOIN_S = 60.0
 """For ranks to find one another."""
 CONNECT_S = 5.0
 """For one attempt to reach another."""
+SAID_S = 2.0
+"""For whoever has connected to say who they are."""
+MOST_CALLERS = 32
+"""That have not yet said it; the first of more is hung up on."""
 ASK_S = 0.02
 KEY_BYTES = 32
 HEAD = struct.Struct("<QQ")
@@ -195,37 +199,65 @@ def _address(store: torch.distributed.Store, target: int, until_s: float, watch:
 def _accept(
     listener: socket.socket, rank: int, sources: Sequence[int], key: bytes, watch: Watch
 ) -> dict[int, socket.socket]:
-    found, until_s = dict[int, socket.socket](), time.monotonic() + JOIN_S
-    with listener:
+    """From each of these. Whoever calls and says nothing, or goes on calling, delays neither them nor the end of the
+    time."""
+    found, callers, until_s = dict[int, socket.socket](), list[_Caller](), time.monotonic() + JOIN_S
+    listener.setblocking(False)
+    try:
         while missing := [other for other in sources if other not in found]:
-            listener.settimeout(LOOK_S)
-            try:
-                line, _ = listener.accept()
-            except TimeoutError:
-                if time.monotonic() < until_s:
-                    watch(0.0)
-                    continue
+            watch(0.0)  # How long this may take is known here.
+            if time.monotonic() > until_s:
                 names = ", ".join(f"rank {other}" for other in missing)
-                raise EngineError(
-                    f"rank {rank} has not been reached by {names}", needed=f"within {JOIN_S:g} s"
-                ) from None
-            who = _who(line, key)
-            if who in missing:
-                found[who] = line
-            else:
-                line.close()
+                raise EngineError(f"rank {rank} has not been reached by {names}", needed=f"within {JOIN_S:g} s")
+            _await_any([listener, *(caller.line for caller in callers)])
+            with contextlib.suppress(BlockingIOError, ConnectionAbortedError):
+                callers.append(_Caller(listener.accept()[0]))
+            for caller in [one for one in callers if one.is_done()]:
+                callers.remove(caller)
+                who = caller.who(key)
+                if who in missing and who not in found:
+                    found[who] = caller.line
+                else:
+                    caller.line.close()
+            if len(callers) > MOST_CALLERS:
+                callers.pop(0).line.close()
+    finally:
+        for one in (listener, *(caller.line for caller in callers)):
+            one.close()
+    for line in found.values():
+        line.setblocking(True)
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return found
 
 
-def _who(line: socket.socket, key: bytes) -> int | None:
-    """None: it is nobody of ours."""
-    line.settimeout(2.0)
-    said = b""
-    with contextlib.suppress(OSError):
-        while len(said) < KEY_BYTES + WHO.size and (more := line.recv(KEY_BYTES + WHO.size - len(said))):
-            said += more
-    if len(said) < KEY_BYTES + WHO.size or not hmac.compare_digest(said[:KEY_BYTES], key):
-        return None
-    line.settimeout(None)
-    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return int(WHO.unpack(said[KEY_BYTES:])[0])
+def _await_any(lines: Sequence[socket.socket]) -> None:
+    comes = select.poll()
+    for line in lines:
+        comes.register(line, select.POLLIN)
+    comes.poll(LOOK_S * 1000)
+
+
+class _Caller:
+    """Somebody who has yet to say who they are."""
+
+    def __init__(self, line: socket.socket) -> None:
+        self.line, self._said, self._until_s = line, b"", time.monotonic() + SAID_S
+        line.setblocking(False)
+
+    def is_done(self) -> bool:
+        """Whether all is said, or nothing more is waited for."""
+        missing = KEY_BYTES + WHO.size - len(self._said)
+        try:
+            more = self.line.recv(missing)
+        except BlockingIOError:
+            return time.monotonic() > self._until_s
+        except OSError:
+            return True
+        self._said += more
+        return len(more) in (0, missing)
+
+    def who(self, key: bytes) -> int | None:
+        """None: it is nobody of ours."""
+        if len(self._said) < KEY_BYTES + WHO.size or not hmac.compare_digest(self._said[:KEY_BYTES], key):
+            return None
+        return int(WHO.unpack(self._said[KEY_BYTES:])[0])
