@@ -184,7 +184,7 @@ def test_nobody_is_let_in_by_a_head_that_has_ended() -> None:
         challenge = messages.decode_from_head(wire.receive())
         assert isinstance(challenge, messages.Challenge)
         head.close(again=True)
-        proof = secret.proof(SECRET, secret.AGENT, nonce, challenge.nonce)
+        proof = secret.proof(secret.derive_key(SECRET), secret.AGENT, nonce, challenge.nonce)
         wire.send(messages.encode(messages.Join(proof, msgspec.structs.replace(REPORT, node=1))))
         with pytest.raises((EOFError, ConnectionError)):
             wire.receive()

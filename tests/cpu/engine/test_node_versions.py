@@ -129,5 +129,5 @@ def test_other_files_of_the_same_version_are_refused(tiny_model) -> None:
 
 def test_proofs_are_those_that_every_version_makes() -> None:
     """Another would refuse the secret before it could say what is wrong."""
-    made = secret.proof("a secret of tests", secret.AGENT, b"a" * 32, b"b" * 32)
+    made = secret.proof(secret.derive_key("a secret of tests"), secret.AGENT, b"a" * 32, b"b" * 32)
     assert made.hex() == "6039e56de0af23c8257b7dc411d2129b490d55a7640b6ca84eaa46dff1e392d3"

@@ -52,7 +52,7 @@ class NodeHub:
     def __init__(
         self, address: str, port: int, secret_text: str, own: messages.NodeReport, stages: int, size: int
     ) -> None:
-        self.own, self._secret = own, secret_text
+        self.own, self._key = own, secret.derive_key(secret_text)
         self.spread = Spread(size, stages, own.nodes)
         self._links = dict[int, NodeLink]()
         self._refusal: HoldfastError | None = None
@@ -170,10 +170,10 @@ class NodeHub:
         """None: it is not one of ours, and has been told so."""
         wire.wait_at_most(HANDSHAKE_S, for_all=True)
         hello, nonce = messages.decode_hello(wire.receive(MOST_BEFORE_PROOF)), os.urandom(messages.NONCE_BYTES)
-        head_proof = secret.proof(self._secret, secret.HEAD, hello.nonce, nonce)
+        head_proof = secret.proof(self._key, secret.HEAD, hello.nonce, nonce)
         wire.send(messages.encode(messages.Challenge(nonce, head_proof, messages.PROTOCOL, self.own.version)))
         said = self._understood(hello, wire)
-        expected = secret.proof(self._secret, secret.AGENT, hello.nonce, nonce)
+        expected = secret.proof(self._key, secret.AGENT, hello.nonce, nonce)
         if not isinstance(said, messages.Join | messages.CannotJoin) or not hmac.compare_digest(said.proof, expected):
             log.warning("a node at %s was refused: it has another secret", wire.other_host)
             wire.send(messages.encode(messages.Refused(Failure.of(other_secret()))))

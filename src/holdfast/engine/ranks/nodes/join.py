@@ -66,9 +66,11 @@ def join_head(config: EngineConfig, report: Report) -> Wire:
     when it refuses."""
     began_s, said_s = time.monotonic(), -SAID_EVERY_S  # At once, then now and then.
     place = named_place(config.master_addr, config.master_port)
+    assert config.node_secret is not None
+    key = secret.derive_key(config.node_secret)
     while True:
         try:
-            return _join(config, report)
+            return _join(config, key, report)
         except HoldfastError:  # Of which some are OSErrors too.
             raise
         except (OSError, EOFError, msgspec.DecodeError) as error:
@@ -93,30 +95,29 @@ def _why(error: Exception) -> str:
     return str(error) or "it has hung up"
 
 
-def _join(config: EngineConfig, report: Report) -> Wire:
+def _join(config: EngineConfig, key: bytes, report: Report) -> Wire:
     source = None if config.node_addr is None else (config.node_addr, 0)
     wire = Wire(socket.create_connection((config.master_addr, config.master_port), CONNECT_S, source))
     try:
-        _introduce(config, wire, report)
+        _introduce(config, key, wire, report)
     except BaseException:
         wire.close()
         raise
     return wire
 
 
-def _introduce(config: EngineConfig, wire: Wire, report: Report) -> None:
-    assert config.node_secret is not None
+def _introduce(config: EngineConfig, key: bytes, wire: Wire, report: Report) -> None:
     wire.wait_at_most(HANDSHAKE_S)
     nonce = os.urandom(messages.NONCE_BYTES)
     wire.send(messages.encode(messages.NodeHello(nonce, version=own_version())))
     challenge = messages.decode_from_head(wire.receive(MOST_BEFORE_PROOF))
     if not isinstance(challenge, messages.Challenge):
         raise OSError("what answers there is no head")
-    expected = secret.proof(config.node_secret, secret.HEAD, nonce, challenge.nonce)
+    expected = secret.proof(key, secret.HEAD, nonce, challenge.nonce)
     if not hmac.compare_digest(challenge.proof, expected):
         wire.send(messages.encode(messages.OtherSecret()))
         raise other_secret()
-    proof = secret.proof(config.node_secret, secret.AGENT, nonce, challenge.nonce)
+    proof = secret.proof(key, secret.AGENT, nonce, challenge.nonce)
     wire.wait_at_most(JOINED_S)
     said: messages.NodeReport | Failure
     if challenge.protocol == messages.PROTOCOL:

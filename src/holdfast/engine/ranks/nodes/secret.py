@@ -7,7 +7,6 @@ scrypt does, and a secret has 16 characters at least.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import hmac
 import logging
@@ -31,14 +30,14 @@ def new_secret() -> str:
     return secrets.token_urlsafe(24)
 
 
-def proof(secret: str, side: bytes, first: bytes, second: bytes) -> bytes:
+def proof(key: bytes, side: bytes, first: bytes, second: bytes) -> bytes:
     """`first`, `second`: what the agent and the head have drawn for this connection alone."""
-    return hmac.digest(_key(secret), side + b"\0" + first + second, "sha256")
+    return hmac.digest(key, side + b"\0" + first + second, "sha256")
 
 
-@functools.lru_cache(maxsize=2)
-def _key(secret: str) -> bytes:
-    """About 50 ms and 16 MiB, once for a process. All nodes derive the same: there is nothing they share but this."""
+def derive_key(secret: str) -> bytes:
+    """About 50 ms and 16 MiB: once, before anybody calls, and not for each who does. All nodes derive the same: there
+    is nothing they share but this."""
     return hashlib.scrypt(secret.encode(), salt=b"holdfast nodes", n=1 << 14, r=8, p=1, dklen=32)
 
 
