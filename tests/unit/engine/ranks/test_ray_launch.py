@@ -6,11 +6,12 @@ import importlib.util
 import socket
 import sys
 import time
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from free_ports import free_port
 
+import holdfast
 from holdfast.config import EngineConfig
 from holdfast.engine.ranks.ray_cluster import address, driver, launch
 from holdfast.errors import ConfigurationError, EngineError
@@ -88,6 +89,55 @@ def test_a_cluster_that_this_machine_was_a_node_of_and_is_gone_is_refused_soon(m
     for parent in ("ray", "ray._private"):
         monkeypatch.setitem(sys.modules, parent, SimpleNamespace())
     assert f"was at {last}, where nobody answers" in (refused_address().found or "")
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "use"),
+    [
+        ("ray._private.services", "canonicalize_bootstrap_address_or_die", address.cluster_address),
+        ("ray._private.state", "available_resources_per_node", driver.cluster_nodes),
+    ],
+)
+@pytest.mark.parametrize("gone", ["module", "name"])
+def test_a_ray_without_what_is_used_of_it_is_refused(monkeypatch, module: str, name: str, use, gone: str) -> None:
+    """None of its versions promises these."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    for parent in ("ray", "ray._private"):
+        monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
+    monkeypatch.setitem(sys.modules, module, None if gone == "module" else ModuleType(module))
+    with pytest.raises(ConfigurationError, match=f"this version of Ray has no {module}.{name}") as refused:
+        use()
+    assert refused.value.code == "HF154"
+    assert (refused.value.found or "").startswith("ray ")
+    assert "pip install 'ray==" in (refused.value.fix or "")
+
+
+def test_a_driver_has_time_to_say_why_nothing_was_placed() -> None:
+    """Also where all that it waits for, each for itself and one after the other, takes its whole time."""
+    waits_s = launch.CONNECTED_S + driver.RELEASED_S + driver.RESERVED_S + driver.HELLO_S
+    assert waits_s + 30.0 <= launch.PLACED_S
+
+
+def test_agents_are_awaited_together(monkeypatch) -> None:
+    """They start at the same time: each more would take longer than the server waits for all."""
+    limits, now_s = list[float](), [100.0]
+
+    def get(hello: object, timeout: float) -> dict[str, str]:
+        limits.append(timeout)
+        now_s[0] += 45.0
+        return {"version": holdfast.__version__, "name": "big-machine", "python": "python"}
+
+    ray = SimpleNamespace(get=get, exceptions=SimpleNamespace(RayError=RuntimeError))
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(driver.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(
+        driver._Agent, "__init__", lambda self, group, node, *rest: vars(self).update(_node=node, _hello=0)
+    )
+    monkeypatch.setattr(driver._Agent, "run", lambda self: None)
+    one = driver.RayDriver.__new__(driver.RayDriver)
+    one._group = one._asked = None
+    one._start_agents(SimpleNamespace(nodes=4), None)
+    assert limits == [60.0, 15.0, 0.0]
 
 
 def test_a_driver_that_is_not_let_into_a_cluster_is_ended_soon(monkeypatch, tmp_path) -> None:

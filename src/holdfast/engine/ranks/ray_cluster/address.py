@@ -4,14 +4,19 @@ a cluster that is gone, and repeats it; so an address is asked before Ray is.
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from holdfast.config.parts.executors import NO_RAY
 from holdfast.errors import ConfigurationError
 
 ANSWERS_S = 3.0
 """For the head of a cluster to take a connection."""
+KNOWN_VERSION = "2.60.0"
+"""Of Ray, which has all that is used of it."""
 A_CLUSTER = "a Ray cluster that runs, with this machine as a node of it"
 
 
@@ -26,14 +31,35 @@ def cluster_address() -> str:
     if named != "auto":
         _ask(named, f"RAY_ADDRESS is {named}", "the HOST:PORT of a cluster that runs")
         return named
-    from ray._private.services import canonicalize_bootstrap_address_or_die
-
+    find = part_of_ray("ray._private.services", "canonicalize_bootstrap_address_or_die")
     try:
-        found = str(canonicalize_bootstrap_address_or_die("auto"))
+        found = str(find("auto"))
     except (ConnectionError, ValueError) as error:
         raise no_cluster(f"RAY_ADDRESS is not set, and on this machine none runs: {first_line(error)}") from None
     _ask(found, f"the last cluster that this machine was a node of was at {found}", A_CLUSTER)
     return found
+
+
+def part_of_ray(module: str, name: str) -> Any:
+    """What a version of Ray may not have: some of what is used is not public, and public nowhere."""
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigurationError(
+            f"this version of Ray has no {module}.{name}, which Holdfast uses",
+            code=NO_RAY,
+            needed="a version of Ray that has it, the same on all nodes of the cluster",
+            found=f"ray {_ray_version()}: {first_line(error)}",
+            fix=f"pip install 'ray=={KNOWN_VERSION}' on all nodes, and ray stop and ray start there",
+            field="distributed_executor_backend",
+        ) from None
+
+
+def _ray_version() -> str:
+    try:
+        return version("ray")
+    except PackageNotFoundError:
+        return "of an unknown version"
 
 
 def _ask(address: str, source: str, needed: str) -> None:

@@ -20,7 +20,7 @@ import holdfast
 from holdfast.config.parts.executors import NO_RAY
 from holdfast.engine.ranks.ray_cluster import messages
 from holdfast.engine.ranks.ray_cluster.actor import NodeActor
-from holdfast.engine.ranks.ray_cluster.address import cluster_address, first_line, no_cluster
+from holdfast.engine.ranks.ray_cluster.address import cluster_address, first_line, no_cluster, part_of_ray
 from holdfast.engine.ranks.ray_cluster.placement import NodeRoom, RayPlacement, Wanted, place
 from holdfast.errors import ConfigurationError, HoldfastError, NoResourcesError
 from holdfast.records import Failure
@@ -30,7 +30,7 @@ RELEASED_S = 15.0
 RESERVED_S = 15.0
 """For a placement group that has room."""
 HELLO_S = 60.0
-"""For the process of an agent."""
+"""For the processes of all agents, which start at the same time."""
 LOOK_S = 0.5
 AGAIN_S = 2.0
 """Before an agent is started again that has ended in order."""
@@ -108,7 +108,8 @@ class RayDriver:
     def _start_agents(self, placement: RayPlacement, home: NodeRoom) -> list[str]:
         """Their nodes' names, when all of them answer."""
         self._agents = [_Agent(self._group, node, placement, self._asked, home) for node in range(1, placement.nodes)]
-        names = [agent.await_hello() for agent in self._agents]
+        until_s = time.monotonic() + HELLO_S
+        names = [agent.await_hello(until_s) for agent in self._agents]
         for agent in self._agents:
             agent.run()
         return names
@@ -184,13 +185,13 @@ class _Agent:
         self._running: Any = None
         self._again_s, self._said = 0.0, ""
 
-    def await_hello(self) -> str:
+    def await_hello(self, until_s: float) -> str:
         """The name of its machine."""
         import ray
 
         where = f"node {self._node} of the placement group"
         try:
-            said = ray.get(self._hello, timeout=HELLO_S)
+            said = ray.get(self._hello, timeout=max(0.0, until_s - time.monotonic()))
         except ray.exceptions.RayError as error:
             cause = str(error).strip().splitlines() or [type(error).__name__]
             raise ConfigurationError(
@@ -247,11 +248,9 @@ def connect() -> None:
     """To a cluster that answers. Starts none. Whoever started this process bounds how long Ray takes for it."""
     for name, value in {"RAY_USAGE_STATS_ENABLED": "0", "RAY_COLOR_PREFIX": "0"}.items():
         os.environ.setdefault(name, value)
-    address = cluster_address()
-    import ray
-
+    address, init = cluster_address(), part_of_ray("ray", "init")
     try:
-        ray.init(address=address, log_to_driver=True, logging_level="warning")
+        init(address=address, log_to_driver=True, logging_level="warning")
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         raise no_cluster(f"at {address}: {first_line(error)}", head=address) from None
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Ray has set it.
@@ -260,9 +259,8 @@ def connect() -> None:
 def cluster_nodes() -> list[NodeRoom]:
     """That are alive."""
     import ray
-    from ray._private.state import available_resources_per_node
 
-    free_by_node = available_resources_per_node()
+    free_by_node = part_of_ray("ray._private.state", "available_resources_per_node")()
     found = []
     for node in ray.nodes():
         if not node["Alive"]:

@@ -30,6 +30,7 @@ from holdfast.config.parts.executors import NO_RAY
 from holdfast.engine.ranks.nodes.secret import new_secret
 from holdfast.engine.ranks.ray_cluster import messages
 from holdfast.engine.ranks.ray_cluster.address import no_cluster
+from holdfast.engine.ranks.ray_cluster.driver import HELLO_S, RELEASED_S, RESERVED_S
 from holdfast.errors import ConfigurationError, EngineError
 from holdfast.hardware import processor
 from holdfast.records import Failure
@@ -38,8 +39,11 @@ log = logging.getLogger("holdfast")
 
 CONNECTED_S = 90.0
 """For a driver to be let into a cluster that answers: Ray alone would try for minutes, and again."""
-PLACED_S = 180.0
-"""For a driver to reserve the nodes, or to say why it cannot."""
+SPARE_S = 60.0
+"""For all that Ray is asked for in between."""
+PLACED_S = CONNECTED_S + RELEASED_S + RESERVED_S + HELLO_S + SPARE_S
+"""For a driver to reserve the nodes, or to say why it cannot: longer than all that it waits for itself, one after the
+other, so that a slow cluster is told of in the driver's words and not as one that does not answer."""
 ENDED_S = 15.0
 """For a driver to give all back."""
 AGAIN_S = 5.0
