@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -18,7 +20,7 @@ from holdfast.cli.servers import background, node, registry
 from holdfast.cli.servers.node import node_state
 from holdfast.cli.servers.register import ServerEntry
 from holdfast.cli.servers.registry import NodeState, RunningServer, registered_servers
-from holdfast.config import EngineConfig
+from holdfast.config import EngineConfig, ServerConfig
 
 WORDS = ("serve", "smollm2", "-tp", "2", "-pp", "2", "--nnodes", "2", "--node-rank", "1", "--master-addr", "10.1.2.3")
 
@@ -61,23 +63,26 @@ def test_a_node_waits_for_its_head_and_then_has_it(entry: ServerEntry, capsys: p
     assert told["process"]["command"] == f"holdfast {shlex.join(WORDS)}"
 
 
-def test_what_the_agent_knows_of_its_head_is_listed(entry: ServerEntry, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_agent_knows_of_its_head_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import holdfast.engine.ranks.nodes.agent as agents
+    from holdfast.engine.startup import build, select_device
 
     seen = []
 
     class Agent:
-        def __init__(self, *given: object) -> None:
-            self.joined = False
+        def __init__(self, config: object, files: object, on_joined: Callable[[bool], None]) -> None:
+            self._on_joined = on_joined
 
         def run(self) -> None:
             for joined in (True, False):
-                self.joined = joined
+                self._on_joined(joined)
                 seen.append(state().joined)
 
+    model = SimpleNamespace(files=SimpleNamespace(name="smollm2", path=tmp_path))
     monkeypatch.setattr(agents, "NodeAgent", Agent)
-    files: Any = None
-    node._listed_agent(config(), files, entry).run()
+    monkeypatch.setattr(build, "find_model", lambda config, **how: model)
+    monkeypatch.setattr(select_device, "settle_device", lambda config: config)
+    assert node.run_node(replace(config(), node_secret="a secret of tests"), ServerConfig(), {}, WORDS) == 0
     assert seen == [True, False]
 
 

@@ -17,8 +17,6 @@ from holdfast.config import EngineConfig, ServerConfig
 from holdfast.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from holdfast.checkpoints import ModelFiles
-    from holdfast.cli.servers.register import ServerEntry
     from holdfast.engine.ranks.nodes.agent import NodeAgent
 
 log = logging.getLogger("holdfast")
@@ -44,6 +42,7 @@ def run_node(
     """Until the head says that it is over. `given`: settings, and `words`: all that was typed, for its entry."""
     from holdfast.checkpoints import DEFAULT_MODEL
     from holdfast.cli.servers.register import ServerEntry
+    from holdfast.engine.ranks.nodes.agent import NodeAgent
     from holdfast.engine.ranks.nodes.join import head_hears_failure
     from holdfast.engine.ranks.nodes.secret import with_secret
     from holdfast.engine.startup.build import find_model
@@ -57,7 +56,7 @@ def run_node(
         model = find_model(config, text=False)
     entry.found(names=(model.files.name,), path=model.files.path)
     log.info("node %d of %d: model %s", config.node_rank, config.nnodes, model.files.name)
-    agent = _listed_agent(config, model.files, entry)
+    agent = NodeAgent(config, model.files, on_joined=entry.joined)
     with _ended_by_signal(agent, server_config.drain_timeout):
         try:
             agent.run()
@@ -82,19 +81,6 @@ def node_state(config: EngineConfig) -> NodeState:
         joined=False,
         since_s=time.time(),
     )
-
-
-def _listed_agent(config: EngineConfig, files: ModelFiles, entry: ServerEntry) -> NodeAgent:
-    """The agent, whose entry follows what it knows of its head."""
-    from holdfast.engine.ranks.nodes.agent import NodeAgent
-
-    class ListedAgent(NodeAgent):
-        def __setattr__(self, name: str, value: object) -> None:
-            super().__setattr__(name, value)
-            if name == "joined":
-                entry.joined(bool(value))
-
-    return ListedAgent(config, files)
 
 
 @contextmanager

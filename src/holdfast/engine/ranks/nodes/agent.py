@@ -42,11 +42,14 @@ OWN_SETTINGS = ("model", "revision", "download_dir", "node_rank", "node_addr", "
 
 
 class NodeAgent:
-    """`files`: of the model, as they lie on this node."""
+    """`files`: of the model, as they lie on this node. `on_joined`: called with whether it has joined a head, when that
+    has changed."""
 
-    def __init__(self, config: EngineConfig, files: ModelFiles) -> None:
+    def __init__(
+        self, config: EngineConfig, files: ModelFiles, on_joined: Callable[[bool], None] | None = None
+    ) -> None:
         self._config, self._files = replace(config, model=str(files.path), revision=None), files
-        self.joined = False
+        self.joined, self._on_joined = False, on_joined
 
     def run(self) -> None:
         """Until the head says that it is over. Raises what the head refuses this node for, and EngineError where there
@@ -58,13 +61,18 @@ class NodeAgent:
                 sources_digest()
             wire = join_head(self._config, partial(report_of, self._config, self._files, checkpoint=digests))
             log.info("joined the head at %s port %d", self._config.master_addr, self._config.master_port)
-            self.joined = True
             try:
+                self._note_joined(True)
                 if not _Followed(wire, self._own).run():
                     return
             finally:
-                self.joined = False
+                self._note_joined(False)
             log.warning("the ranks of this node have ended; joining the head again")
+
+    def _note_joined(self, joined: bool) -> None:
+        self.joined = joined
+        if self._on_joined is not None:
+            self._on_joined(joined)
 
     def _own(self, start: rank_messages.StartRank) -> rank_messages.StartRank:
         """With the settings that this node has for itself."""
