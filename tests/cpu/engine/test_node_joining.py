@@ -377,7 +377,9 @@ class RunningAgent:
     def __init__(self, config: EngineConfig) -> None:
         files = find_model(config, text=False).files
         self.error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, args=(NodeAgent(config, files),), daemon=True)
+        self.told = list[bool]()
+        agent = NodeAgent(config, files, on_joined=self.told.append)
+        self._thread = threading.Thread(target=self._run, args=(agent,), daemon=True)
         self._thread.start()
 
     def _run(self, agent: NodeAgent) -> None:
@@ -436,6 +438,24 @@ def test_who_called_is_known_after_the_call_has_ended() -> None:
         called.close()
 
 
+def test_a_message_that_is_sent_in_part_ends_the_connection() -> None:
+    """Nobody reads for a while: what was sent next would be read as the rest of it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        connection = socket.create_connection(listener.getsockname())
+        sender, receiver = Wire(connection), Wire(listener.accept()[0])
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 200_000))
+    with pytest.raises(TimeoutError, match="not taken in time"):
+        sender.send(b"a" * (64 << 20))
+    for wire in (sender, receiver):
+        wire.wait_at_most(SOON_S)
+        with pytest.raises((EOFError, ConnectionError)):  # Neither silence nor another message.
+            wire.receive()
+    with pytest.raises(BrokenPipeError):
+        sender.send(b"b")
+    sender.close()
+    receiver.close()
+
+
 def test_a_node_whose_head_does_not_come_back_ends_with_an_error(node: EngineConfig) -> None:
     head = head_at(node)  # Before it is looked for: the time to find one is short here.
     agent = RunningAgent(replace(node, node_timeout=2.0))
@@ -444,6 +464,7 @@ def test_a_node_whose_head_does_not_come_back_ends_with_an_error(node: EngineCon
     assert agent.ended()
     assert isinstance(agent.error, EngineError)
     assert agent.error.code == "HF446"
+    assert agent.told == [True, False]
 
 
 def test_a_node_hears_why_its_head_does_not_start(node: EngineConfig) -> None:

@@ -51,10 +51,17 @@ class Wire:
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
     def send(self, message: bytes) -> None:
-        """Raises OSError where it cannot be sent."""
+        """Raises OSError where it cannot be sent: the connection is ended then, which whoever receives notices. A part
+        may have gone, and what came after it would be read as the rest."""
         with self._sending:
-            self._connection.sendall(_SIZE.pack(len(message)))
-            self._connection.sendall(message)
+            try:
+                self._connection.sendall(_SIZE.pack(len(message)))
+                self._connection.sendall(message)
+            except OSError as error:
+                self._shut_down()
+                if isinstance(error, BlockingIOError):
+                    raise TimeoutError("what was sent was not taken in time") from None
+                raise
 
     def receive(self, most_bytes: int = MOST_BYTES) -> bytes:
         """The next. EOFError: the other side has ended; OSError: it is lost, or says what it may not."""
@@ -86,6 +93,9 @@ class Wire:
             self._connection.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
+        self._shut_down()
+        self._connection.close()
+
+    def _shut_down(self) -> None:
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
-        self._connection.close()
