@@ -346,6 +346,27 @@ def _check_disks(arguments: argparse.Namespace) -> None:
             fix="--prefix-tokens 1000 --prefixes 20, or leave --kv-store out",
             field="kv_store",
         )
+    if arguments.kv_store is not None:
+        _check_store(arguments.kv_store)
+
+
+def _check_store(folder: str) -> None:
+    """By making one as trials do: rights, read-only disks and names of files are all found by that."""
+    from pathlib import Path
+
+    from holdfast.tune.measure import own_store
+
+    try:
+        with own_store(Path(folder)):
+            pass
+    except OSError as error:
+        raise ConfigurationError(
+            f"--kv-store: in {shorten(folder)} the stores of trials cannot be made",
+            needed="a folder on the disk to measure that this user can write, or a name where one can be made",
+            found=error.strerror or str(error),
+            fix=f'sudo install -d -m 700 -o "$(id -un)" {shlex.quote(str(Path(folder, "kv-store")))}, and name that one',
+            field="kv_store",
+        ) from error
 
 
 def _speed(text: str) -> float | None:
