@@ -14,16 +14,21 @@ import contextlib
 import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+import holdfast
+from holdfast.doctor.probe.installed_version import version_of
 from holdfast.errors import ConfigurationError
-from holdfast.tune.configuration import ServerConfiguration
+from holdfast.hardware import processor
+from holdfast.hardware.nvidia import probe
+from holdfast.tune.configuration import ServerConfiguration, program
 from holdfast.tune.trial import Stage, Trial
-from holdfast.units import shorten
+from holdfast.units import counted, shorten
 
 log = logging.getLogger("holdfast")
 
@@ -96,6 +101,17 @@ class TrialRecord:
         self._complete = True
 
 
+def measured_on(engine: str) -> dict[str, Any]:
+    """What trials follow from beside what was asked: those of another machine or version cannot be compared."""
+    cpu, gpus = processor(), Counter(gpu.name for gpu in probe().gpus)
+    return {
+        "processor": f"{cpu.model}, {counted(cpu.cores, 'core')}",
+        "gpus": ", ".join(f"{count} x {name}" for name, count in sorted(gpus.items())) or "none",
+        "holdfast": holdfast.__version__,  # It also plans, sends the requests and counts what was in time.
+        "engine_version": None if engine == "holdfast" else version_of(engine, program(engine)),
+    }
+
+
 def recorded_trial_s(path: Path) -> float | None:
     """How long the trials of a file are; None: there is none that says so."""
     try:
@@ -154,9 +170,9 @@ def _read(path: Path, asked: Mapping[str, Any]) -> list[Trial]:
     if differs:
         raise ConfigurationError(
             f"--resume: {shorten(str(path))} has trials of another search",
-            needed="; ".join(f"{name} {shorten(before['asked'].get(name))}" for name in differs),
+            needed="; ".join(f"{name} {shorten(before['asked'].get(name, 'not recorded'))}" for name in differs),
             found="; ".join(f"{name} {shorten(wanted[name])}" for name in differs),
-            fix="name another file, or ask as before (--minutes may differ)",
+            fix="name another file, or ask as before (--minutes may differ) on that machine, with those versions",
             field="resume",
         )
     return found

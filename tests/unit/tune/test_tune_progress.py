@@ -14,7 +14,12 @@ from typing import NamedTuple
 import msgspec
 import pytest
 
+import holdfast
+from holdfast.cli.commands import tune
+from holdfast.cli.main import parse_command_line
 from holdfast.errors import ConfigurationError
+from holdfast.hardware import Processor
+from holdfast.hardware.nvidia import NvidiaGpu, NvidiaMachine
 from holdfast.tune import record
 from holdfast.tune.configuration import Axis, ServerConfiguration
 from holdfast.tune.progress import TuneProgress
@@ -24,6 +29,7 @@ from holdfast.tune.trial import Stage, Trial
 from holdfast.tune.tuner import BETTER, UNCONFIRMED, TuneOutcome, Tuner
 
 TRIAL_S = 10.0
+GPU = NvidiaGpu(index=0, uuid="GPU-1", name="H200", total_bytes=1, free_bytes=1)
 AXES = (Axis("max_num_seqs", (8, 16, None, 64, 128)), Axis("max_num_batched_tokens", (128, None, 1024)))
 POINTS = sorted(itertools.product(range(5), range(3)), key=lambda point: point != (2, 1))
 ASKED = {"model": "m", "slo": "ttft=1s", "trial_s": TRIAL_S}
@@ -182,14 +188,70 @@ def test_what_a_server_said_may_have_any_letters_and_a_file_may_be_cut_off_in_ea
 def test_a_file_of_trials_is_never_put_in_the_place_of_a_device_or_a_link(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with monkeypatch.context() as patched, pytest.raises(ConfigurationError, match="not a file of trials"):
+    with monkeypatch.context() as patched:
         patched.setattr(record, "_replace", lambda path, data: None)  # Root could do it.
-        TrialRecord(Path(os.devnull), ASKED)
+        with pytest.raises(ConfigurationError, match="not a file of trials"):
+            TrialRecord(Path(os.devnull), ASKED)
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "trials")
     Run(link, interrupt_after=2)
     assert link.is_symlink()
     assert len(_read(tmp_path / "trials", ASKED)) == 2
+
+
+def cpu(model: str, cores: int) -> Processor:
+    return Processor(model=model, cores=cores, features=frozenset())
+
+
+def resumed(tmp_path: Path, *more: str) -> None:
+    traffic = tmp_path / "traffic.jsonl"
+    traffic.write_text('{"start_time": 1, "prompt_tokens": 9, "completion_tokens": 8}\n')
+    asked = ["tune", "smollm2", "--traffic", str(traffic), "--slo", "ttft=1s", "--resume", str(tmp_path / "trials")]
+    _, arguments = parse_command_line([*asked, *more])
+    tune._record(arguments, tune._trial_settings(arguments))
+
+
+@pytest.mark.parametrize(
+    ("changed", "value", "needed", "found"),
+    [
+        ("processor", lambda: cpu("Old", 4), "processor New, 8 cores", "processor Old, 4 cores"),
+        ("processor", lambda: cpu("New", 4), "processor New, 8 cores", "processor New, 4 cores"),
+        ("probe", lambda: NvidiaMachine(gpus=(GPU, GPU)), "gpus 1 x H200", "gpus 2 x H200"),
+        ("version_of", lambda engine, words: "2.0", "engine_version 1.0", "engine_version 2.0"),
+    ],
+)
+def test_trials_of_another_machine_or_version_are_refused_with_what_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str, value: object, needed: str, found: str
+) -> None:
+    monkeypatch.setattr(record, "processor", lambda: cpu("New", 8))
+    monkeypatch.setattr(record, "probe", lambda: NvidiaMachine(gpus=(GPU,)))
+    monkeypatch.setattr(record, "version_of", lambda engine, words: "1.0")
+    monkeypatch.setattr(record, "program", lambda engine: [engine])
+    resumed(tmp_path, "--engine", "vllm")
+    resumed(tmp_path, "--engine", "vllm", "--minutes", "99")
+    monkeypatch.setattr(record, changed, value)
+    with pytest.raises(ConfigurationError, match="another search") as caught:
+        resumed(tmp_path, "--engine", "vllm")
+    assert (caught.value.needed, caught.value.found) == (needed, found)
+    assert "another file" in str(caught.value.fix)
+
+
+def test_trials_of_other_clients_or_another_holdfast_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resumed(tmp_path)
+    with pytest.raises(ConfigurationError, match="another search") as caught:
+        resumed(tmp_path, "--workers", "2")
+    assert (caught.value.needed, caught.value.found) == ("workers 1", "workers 2")
+    version = holdfast.__version__
+    monkeypatch.setattr(holdfast, "__version__", "0.0.7")
+    with pytest.raises(ConfigurationError, match="another search") as caught:
+        resumed(tmp_path)
+    assert (caught.value.needed, caught.value.found) == (f"holdfast {version}", "holdfast 0.0.7")
+    TrialRecord(tmp_path / "old", ASKED)
+    with pytest.raises(ConfigurationError, match="another search") as caught:
+        TrialRecord(tmp_path / "old", ASKED | {"workers": 1})
+    assert caught.value.needed == "workers not recorded"
 
 
 def test_progress_tells_stages_and_the_time_that_is_used() -> None:

@@ -242,7 +242,7 @@ def _record(arguments: argparse.Namespace, settings: TrialSettings) -> TrialReco
 
     import msgspec
 
-    from holdfast.tune.record import TrialRecord
+    from holdfast.tune.record import TrialRecord, measured_on
 
     if arguments.resume is None:
         return None
@@ -258,6 +258,8 @@ def _record(arguments: argparse.Namespace, settings: TrialSettings) -> TrialReco
         "headroom": settings.headroom,
         "max_errors": settings.error_share,
         "seed": arguments.seed,
+        "workers": arguments.workers,
+        **measured_on(arguments.engine),
     }
     return TrialRecord(Path(arguments.resume), asked)
 
