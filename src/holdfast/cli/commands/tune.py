@@ -242,7 +242,7 @@ def _record(arguments: argparse.Namespace, settings: TrialSettings) -> TrialReco
 
     import msgspec
 
-    from holdfast.tune.record import TrialRecord
+    from holdfast.tune.record import TrialRecord, measured_on
 
     if arguments.resume is None:
         return None
@@ -258,6 +258,8 @@ def _record(arguments: argparse.Namespace, settings: TrialSettings) -> TrialReco
         "headroom": settings.headroom,
         "max_errors": settings.error_share,
         "seed": arguments.seed,
+        "workers": arguments.workers,
+        **measured_on(arguments.engine),
     }
     return TrialRecord(Path(arguments.resume), asked)
 
@@ -356,6 +358,7 @@ def _check_store(folder: str) -> None:
 
     from holdfast.tune.measure import own_store
 
+    own = shlex.quote(str(Path(folder, "kv-store")))
     try:
         with own_store(Path(folder)):
             pass
@@ -364,7 +367,7 @@ def _check_store(folder: str) -> None:
             f"--kv-store: in {shorten(folder)} the stores of trials cannot be made",
             needed="a folder on the disk to measure that this user can write, or a name where one can be made",
             found=error.strerror or str(error),
-            fix=f'sudo install -d -m 700 -o "$(id -un)" {shlex.quote(str(Path(folder, "kv-store")))}, and name that one',
+            fix=f'sudo install -d -m 700 -o "$(id -un)" {own}, and name that one',
             field="kv_store",
         ) from error
 
