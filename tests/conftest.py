@@ -132,13 +132,29 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         seed_torch(sys.modules["torch"], seed)
 
 
+MOST_SECOND_TRIES = 5
+"""In one run: more are no accident."""
+
+
+def _second_tries(reporter: pytest.TerminalReporter) -> list[pytest.TestReport]:
+    """What failed, and passed when it ran once more (scripts/check.sh)."""
+    failed = {report.nodeid for kind in ("failed", "error") for report in reporter.stats.get(kind, ())}
+    return [report for report in reporter.stats.get("rerun", ()) if report.nodeid not in failed]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or session.exitstatus != pytest.ExitCode.OK:
+        return
+    if len({report.nodeid for report in _second_tries(reporter)}) > MOST_SECOND_TRIES:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What failed and passed when it ran once more (scripts/check.sh) is told with its failure: the summary counts it
-    among the passed."""
-    stats = terminalreporter.stats
-    failed = {report.nodeid for kind in ("failed", "error") for report in stats.get(kind, ())}
-    if passed := [report for report in stats.get("rerun", ()) if report.nodeid not in failed]:
-        terminalreporter.section("failed, and passed when run once more")
+    """With their failures: the summary counts them among the passed."""
+    if passed := _second_tries(terminalreporter):
+        terminalreporter.section(f"failed, and passed when run once more ({MOST_SECOND_TRIES} tests at most may)")
         for report in passed:
             terminalreporter.write_line(f"{report.nodeid} ({report.when})", yellow=True)
             terminalreporter.write_line(report.longreprtext)

@@ -149,7 +149,7 @@ class PrefixStore:
 
     def use(self, keys: Sequence[bytes]) -> None:
         """These are wanted: others are evicted before them. Of a chain the end leaves first."""
-        if self._slab is None:
+        if self._slab is None or not self._slab.writable:  # Nobody would take note.
             return
         now_us = int(self._calls.now() * 1e6)
         slots = self._slab.index.slots

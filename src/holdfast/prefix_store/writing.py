@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -34,6 +35,8 @@ RESERVE_BYTES, RESERVE_PART = 1 << 30, 50
 CHAIN_US, CHAIN_PART = 10_000_000, 4
 """Pages that are written within this are taken for one chain, up to this part of the store: else what is new would
 leave before what is old."""
+HANGS_S = 10.0
+"""That a batch may take: then nobody need wait for places in the queue."""
 
 Source = Callable[[memoryview], None] | memoryview
 
@@ -70,6 +73,8 @@ class PageWriter:
         self._closing, self._stopping = False, False
         self._counted = 0
         """Pages of the queue that are in the folder's numbers already."""
+        self._began_s: float | None = None
+        """When the batch began that is being written."""
         self._last_generation = 0
         self._chain_us = self._chain_pages = 0
         self._staging = AlignedMemory()
@@ -109,9 +114,13 @@ class PageWriter:
     def takes(self) -> bool:
         """Whether there is any sense in writing: not whether the queue has a place."""
         today = self._folder.seen.on(self._calls.now())
-        if self._closing or self._slab.slot_bytes > self._queue_bytes:
+        if self._closing or self._hangs or self._slab.slot_bytes > self._queue_bytes:
             return False
         return self._health.able() and not self._over_budget(today, self._slab.slot_bytes)
+
+    @property
+    def _hangs(self) -> bool:
+        return (began_s := self._began_s) is not None and time.monotonic() - began_s > HANGS_S
 
     def room(self) -> int:
         """Pages that the queue has places for."""
@@ -141,12 +150,14 @@ class PageWriter:
                 if self._stopping:
                     return
                 batch = [self._queue.popleft() for _ in range(min(self._most, len(self._queue)))]
+            self._began_s = time.monotonic()
             try:
                 written = self._write_batch(batch)
             except Exception:  # Whatever it is, pages are only a cache.
                 log.exception("KV store: writing failed")
                 written = []
                 self._counts.drop("store failing", len(batch))
+            self._began_s = None
             self._finish(batch, written)
 
     def _finish(self, batch: Sequence[_Write], written: Sequence[_Write]) -> None:

@@ -118,7 +118,8 @@ class Results(SchedulerState):
             return make_output(sequence, [], None, FinishReason.ERROR, None, now_s, verdict)
         if verdict is Verdict.OVER:
             self._leave(sequence)
-            return make_output(sequence, [], None, FinishReason.STOP, None, now_s, complete=True)
+            stop = FinishReason.STOP
+            return make_output(sequence, [], None, stop, None, now_s, prompt_logprobs=prompt_logprobs, complete=True)
         first = sequence.first_token_s is None
         if first:
             sequence.first_token_s = now_s

@@ -71,7 +71,13 @@ class ServerTrials:
     def __call__(self, configuration: ServerConfiguration, *, speed: float, stage: Stage) -> Trial:
         settings, began_s, port = self.settings, time.monotonic(), free_port()
         with contextlib.ExitStack() as stack:
-            started = stack.enter_context(with_empty_store(configuration))
+            try:
+                started = stack.enter_context(with_empty_store(configuration))
+            except OSError as error:  # The disk is full, or gone: what was measured before is worth a report.
+                return Trial(
+                    configuration=configuration, stage=stage, speed=speed, died=f"no folder for its KV store: {error}",
+                    seconds=time.monotonic() - began_s,
+                )  # fmt: skip
             words = start_words(started, engine=settings.engine, model=settings.model, flags=settings.flags, port=port)
             server = stack.enter_context(launched([*settings.launcher, *words], port, kept=False))
             try:
@@ -116,17 +122,25 @@ class ServerTrials:
 
 @contextlib.contextmanager
 def with_empty_store(configuration: ServerConfiguration) -> Iterator[ServerConfiguration]:
-    """The same with a folder of its own for pages on the disk, beside the one that is named: every trial sends the same
-    prompts, and would find there what the one before it has computed. It is gone afterwards."""
+    """The same with a folder of its own for pages on the disk, inside the one that is named, which may be where a disk
+    is mounted: every trial sends the same prompts, and would find there what the one before it has computed. It is gone
+    afterwards."""
     folder = configuration.value(STORE)
     if folder is None:
         yield configuration
         return
-    named = Path(str(folder)).absolute()
-    named.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f"{named.name}-tune-", dir=named.parent, ignore_cleanup_errors=True) as own:
+    with own_store(Path(str(folder))) as own:
         changes = (*((name, value) for name, value in configuration.changes if name != STORE), (STORE, own))
         yield ServerConfiguration(changes)
+
+
+@contextlib.contextmanager
+def own_store(named: Path) -> Iterator[str]:
+    """Raises OSError where there can be none."""
+    named = named.absolute()
+    named.mkdir(mode=0o700, parents=True, exist_ok=True)  # As a server's own is, which refuses one that others write.
+    with tempfile.TemporaryDirectory(prefix="tune-", dir=named, ignore_cleanup_errors=True) as own:
+        yield own
 
 
 def timeout_of(objectives: Sequence[Objective], arrivals: Sequence[Arrival]) -> float:

@@ -4,24 +4,36 @@
     {trial}                          in the order in which they were made
     {trial}                          a last line that was cut off is left out
 
-The search follows from what was measured, so that the same trials lead it to where it was. Measures nothing itself.
+The search follows from what was measured, so that the same trials lead it to where it was. The file is replaced whole
+or gets a line at its end: whatever happens meanwhile, what was there before is still there. Measures nothing itself.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
+import os
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+import holdfast
+from holdfast.doctor.probe.installed_version import version_of
 from holdfast.errors import ConfigurationError
-from holdfast.tune.configuration import ServerConfiguration
+from holdfast.hardware import processor
+from holdfast.hardware.nvidia import probe
+from holdfast.tune.configuration import ServerConfiguration, program
 from holdfast.tune.trial import Stage, Trial
-from holdfast.units import shorten
+from holdfast.units import counted, shorten
+
+log = logging.getLogger("holdfast")
 
 VERSION = 1
+BEGINNING = b'{"tune":'
 Measured = Callable[..., Trial]
 
 
@@ -29,19 +41,20 @@ class TrialRecord:
     """`trials`: of earlier runs, which are taken instead of being made again."""
 
     def __init__(self, path: Path, asked: Mapping[str, Any]) -> None:
-        self._path = path
         self.trials = _without_half_a_round(_read(path, asked))
+        self._path = path.resolve()  # A link stays one.
         self.taken_s = 0.0
         """What the trials took that were taken from the file: time that an earlier run has spent."""
+        self._lines = [_line({"tune": VERSION, "asked": dict(asked)}), *map(_line, self.trials)]
+        self._complete, self._warned = False, False
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            lines = [_line({"tune": VERSION, "asked": dict(asked)}), *map(_line, self.trials)]
-            path.write_text("".join(lines), encoding="utf-8")
+            self._write()
         except OSError as error:
             raise ConfigurationError(
                 f"--resume: {shorten(str(path))} cannot be written",
-                needed="a file for what is measured",
-                found=str(error.strerror),
+                needed="a file for what is measured, in a folder that this user can write",
+                found=error.strerror or str(error),
                 fix="--resume tune.jsonl",
                 field="resume",
             ) from error
@@ -55,11 +68,48 @@ class TrialRecord:
                     self.taken_s += trial.seconds
                     return self.trials.pop(place)
             trial = measure(configuration, speed=speed, stage=stage)
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(_line(trial))
+            self._keep(trial)
             return trial
 
         return measured
+
+    def _keep(self, trial: Trial) -> None:
+        """What cannot be written now is written with the next one: a disk that is full ends no search."""
+        self._lines.append(_line(trial))
+        try:
+            self._write()
+        except OSError as error:
+            if not self._warned:
+                log.warning(
+                    "--resume: %s cannot be written (%s): the search goes on, and trials from here on are kept there"
+                    " only once it can be again",
+                    shorten(str(self._path)),
+                    error.strerror or error,
+                )
+            self._warned = True
+
+    def _write(self) -> None:
+        """The last line at the end of the file; all of them, where it may not have those before."""
+        whole, self._complete = not self._complete, False
+        if whole:
+            _replace(self._path, b"".join(self._lines))
+        else:
+            with self._path.open("ab") as file:
+                file.write(self._lines[-1])
+                file.flush()
+                os.fsync(file.fileno())
+        self._complete = True
+
+
+def measured_on(engine: str) -> dict[str, Any]:
+    """What trials follow from beside what was asked: those of another machine or version cannot be compared."""
+    cpu, gpus = processor(), Counter(gpu.name for gpu in probe().gpus)
+    return {
+        "processor": f"{cpu.model}, {counted(cpu.cores, 'core')}",
+        "gpus": ", ".join(f"{count} x {name}" for name, count in sorted(gpus.items())) or "none",
+        "holdfast": holdfast.__version__,  # It also plans, sends the requests and counts what was in time.
+        "engine_version": None if engine == "holdfast" else version_of(engine, program(engine)),
+    }
 
 
 def recorded_trial_s(path: Path) -> float | None:
@@ -71,24 +121,48 @@ def recorded_trial_s(path: Path) -> float | None:
         return None
 
 
-def _line(what: object) -> str:
-    return msgspec.json.encode(what).decode() + "\n"
+def _line(what: object) -> bytes:
+    return msgspec.json.encode(what) + b"\n"
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Whoever reads it has the old file or the new one, after a power loss too."""
+    fresh = path.with_name(f"{path.name}.new")
+    try:
+        with fresh.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(fresh, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            fresh.unlink(missing_ok=True)
+        raise
+    with contextlib.suppress(OSError):  # Not every file system takes it of a folder.
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def _read(path: Path, asked: Mapping[str, Any]) -> list[Trial]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        if path.exists() and not path.is_file():
+            raise _not_ours(path, "a folder or a device")
+        data = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return []
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise _not_ours(path, str(error)) from error
-    if not lines:
+    *lines, cut_off = data.split(b"\n")  # Other ends of lines may be in what a server said before it died.
+    if not lines and BEGINNING.startswith(cut_off[: len(BEGINNING)]):
         return []
     try:
-        before = json.loads(lines[0])
+        before = json.loads(lines[0] if lines else cut_off)
         if before["tune"] != VERSION or not isinstance(before["asked"], dict):
             raise ValueError(f"version {before['tune']}")
-        found = [msgspec.json.decode(line, type=Trial) for line in lines[1:] if line.endswith("\n")]
+        found = [msgspec.json.decode(line, type=Trial) for line in lines[1:]]
     except (ValueError, KeyError, TypeError) as error:
         raise _not_ours(path, str(error)) from error
     wanted = json.loads(msgspec.json.encode(dict(asked)))
@@ -96,9 +170,9 @@ def _read(path: Path, asked: Mapping[str, Any]) -> list[Trial]:
     if differs:
         raise ConfigurationError(
             f"--resume: {shorten(str(path))} has trials of another search",
-            needed="; ".join(f"{name} {shorten(before['asked'].get(name))}" for name in differs),
+            needed="; ".join(f"{name} {shorten(before['asked'].get(name, 'not recorded'))}" for name in differs),
             found="; ".join(f"{name} {shorten(wanted[name])}" for name in differs),
-            fix="name another file, or ask as before (--minutes may differ)",
+            fix="name another file, or ask as before (--minutes may differ) on that machine, with those versions",
             field="resume",
         )
     return found

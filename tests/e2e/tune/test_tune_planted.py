@@ -108,6 +108,11 @@ def test_what_cannot_be_tuned_is_refused(
     assert main(["tune", "./no-such-model", *ours[2:]]) == 2
     assert main([*ours, "--kv-store", "/disk"]) == 2  # It could not be of use: nothing is known to be in common.
     assert "--prefix-tokens 1000" in capsys.readouterr().err
+    nowhere = traffic / "kv"  # Below a file.
+    assert main([*ours, "--prefix-tokens", "100", "--kv-store", str(nowhere)]) == 2
+    said = capsys.readouterr().err
+    assert "the stores of trials cannot be made" in said
+    assert "Not a directory" in said
     for disk in ("--kv-store", "--nvme-path"):
         assert main([*ours, "--engine", "vllm", disk, "/disk"]) == 2
         assert f"leave {disk} out" in capsys.readouterr().err

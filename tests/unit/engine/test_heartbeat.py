@@ -59,8 +59,8 @@ class Loop:
         engine.bind("inproc://loop")
         self.front.connect("inproc://loop")
         self.heart = _Heart(engine)
-        self._thread = threading.Thread(target=self._run, args=(engine,))
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, args=(engine,))
+        self.thread.start()
 
     def _run(self, engine: zmq.Socket[bytes]) -> None:
         with engine:
@@ -74,8 +74,11 @@ class Loop:
 
     def end(self) -> None:
         self.say(protocol.Stop())
-        self._thread.join(PATIENCE_S)
-        assert not self._thread.is_alive()
+        self.thread.join(PATIENCE_S)
+        self.close()
+
+    def close(self) -> None:
+        assert not self.thread.is_alive()
         self._context.destroy(linger=0)
 
 
@@ -111,3 +114,25 @@ def test_a_long_step_is_heard_between_its_layers_and_a_hung_one_is_not(loop: Loo
     go_on.set()
     while not isinstance(loop.hear(), protocol.StepOutputs):
         pass
+
+
+def test_steps_of_which_nothing_came_are_not_told() -> None:
+    """While pages wait for a slow disk there are hundreds a second."""
+    loop, left, over = Loop(), iter(range(50)), threading.Event()
+
+    def nothing() -> None:
+        if next(left, None) is None:
+            over.set()
+        else:
+            loop.core.work = nothing
+
+    loop.core.work = nothing
+    loop.say(protocol.Abort([]))  # Wakes it, and is told itself.
+    assert over.wait(PATIENCE_S)
+    loop.say(protocol.Stop())
+    loop.thread.join(PATIENCE_S)
+    told = 0
+    while loop.front.poll(0):
+        told += isinstance(loop.hear(), protocol.StepOutputs)
+    loop.close()
+    assert told <= 2

@@ -10,6 +10,7 @@ from planned_llama import LLAMA_3_8B
 from holdfast import plan as ask
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigurationError, DoesNotFitError
+from holdfast.footprint.cpu import FRAMEWORK_BYTES
 from holdfast.hardware import Memory, Processor
 from holdfast.models import from_config
 from holdfast.planner import Plan, make_cpu_plan
@@ -79,6 +80,36 @@ def test_a_node_that_cannot_hold_what_its_ranks_read_is_named_before_they_load()
     with pytest.raises(DoesNotFitError, match=r"node 2 \(small\) cannot hold ranks 4 to 5 while they load") as refused:
         fit_nodes(plan, config, [NodeMemory(FREE), NodeMemory(FREE), small])
     assert "of staging (what is read at a time)" in str(refused.value)
+
+
+def test_ranks_of_the_head_that_do_not_run_yet_bring_a_framework_each() -> None:
+    config = settings(tensor_parallel_size=2, pipeline_parallel_size=3, nnodes=3, max_model_len=512, ram=FREE)
+    plan = planned(config)
+    loading = node_loading(plan, 0, 3)
+    assert loading["framework"] == 2 * FRAMEWORK_BYTES
+    needed = sum(loading.values()) - loading.get("front", 0) - loading["libraries"] - FRAMEWORK_BYTES
+    others = [NodeMemory(FREE), NodeMemory(FREE)]
+    fit_nodes(plan, config, [NodeMemory(needed, "head"), *others])
+    with pytest.raises(DoesNotFitError, match=r"node 0 \(head\) cannot hold ranks 0 to 1 while they load"):
+        fit_nodes(plan, config, [NodeMemory(needed - 1, "head"), *others])
+
+
+def test_ranks_of_one_machine_that_do_not_run_yet_are_kept_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    from holdfast.engine.startup import build
+
+    config = settings(tensor_parallel_size=4, pipeline_parallel_size=1, nnodes=1, dtype="bfloat16")
+    plan = planned(config)
+    running = plan.terms.get("front", 0) + plan.terms["libraries"] + FRAMEWORK_BYTES
+    pool = plan.engine.blocks * plan.engine.layout.page_bytes
+    enough = sum(plan.terms.values()) - plan.terms["kv_pool"] - running + pool + plan.reserve_bytes
+
+    def fitted(free_bytes: int) -> int:
+        machine = Memory(total_bytes=FREE, available_bytes=free_bytes, limited_by="machine")
+        monkeypatch.setattr(build, "memory", lambda: machine)
+        return build._still_fits(config, plan).engine.blocks
+
+    assert fitted(enough) == plan.engine.blocks
+    assert fitted(enough - 1) == plan.engine.blocks - 1
 
 
 def test_equal_nodes_hold_what_was_planned() -> None:

@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 from prefix_pages import DEADLINE_S, PAGE_BYTES, FailingCalls, get, key_of, opened, page_of, put, served, until
 
+from holdfast.prefix_store import writing
+
 KEYS = [key_of(number) for number in range(8)]
 
 
@@ -163,6 +165,21 @@ def test_a_file_system_that_was_made_read_only(small_disk: Path) -> None:
     empty.close(DEADLINE_S)
 
 
+def test_for_a_disk_that_hangs_nobody_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = FailingCalls()
+    store = opened(tmp_path / "store", calls=calls)
+    assert store.takes()
+    calls.answer.clear()
+    assert store.write(KEYS[0], memoryview(page_of(KEYS[0])))
+    until(lambda: calls.begun > 0)
+    assert store.takes(), "it may be slow"
+    monkeypatch.setattr(writing, "HANGS_S", 0.0)
+    until(lambda: not store.takes())
+    calls.answer.set()
+    until(store.takes)
+    store.close(DEADLINE_S)
+
+
 @pytest.mark.parametrize("name", ["lock", "control"])
 def test_a_folder_that_cannot_be_written(tmp_path: Path, name: str) -> None:
     store = opened(tmp_path / "store")
@@ -179,6 +196,8 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, name: str) -> None:
     assert served(store, KEYS) == KEYS
     assert not store.write(key_of(50), memoryview(page_of(key_of(50))))
     assert store.stats().read_only
+    store.use(KEYS)
+    assert store._used == {}, "which nobody would ever take note of"
     # What others write is seen all the same.
     other = opened(tmp_path / "store")
     put(other, [key_of(50)])

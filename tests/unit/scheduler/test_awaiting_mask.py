@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from holdfast.engine.core.loop import EngineCore
 from holdfast.engine.core.no_structured_output import NoStructuredOutput
 from holdfast.kvcache import KVCache, KVLayout, form_groups
-from holdfast.records import EngineOutput, Request, SamplingParams, StepPlan, StepResult
+from holdfast.records import EngineOutput, FinishReason, Request, SamplingParams, StepPlan, StepResult, TokenLogprobs
 from holdfast.records.steps import Verdict
 from holdfast.records.structured import StructuredOutputsParams
 from holdfast.scheduler import Scheduler, SchedulerLimits
@@ -55,6 +57,17 @@ def test_a_row_that_was_late_computes_its_last_token_once_more() -> None:
     outputs = scheduler.apply(done(again), 3, judge)
     scheduler.check_invariants()
     assert sorted(output.request_id for output in outputs) == ["free", "held"]
+
+
+def test_an_answer_that_was_over_before_its_first_token_has_its_prompts_scores() -> None:
+    scheduler, params = make(), SamplingParams(max_tokens=12, prompt_logprobs=0, structured_outputs=FORM)
+    scheduler.add(Request(request_id="held", prompt_token_ids=list(range(9)), params=params), 0)
+    plan = scheduler.schedule(0)
+    assert plan is not None
+    scores = [TokenLogprobs([1], [-1.0], 1) for _ in range(8)]
+    result = msgspec.structs.replace(done(plan), prompt_logprobs=[scores])
+    (output,) = scheduler.apply(result, 1, lambda request_id, token: Verdict.OVER)
+    assert (output.token_ids, output.finish_reason, output.prompt_logprobs) == ([], FinishReason.STOP, scores)
 
 
 def test_a_full_page_that_others_may_have_found_is_not_written_again() -> None:

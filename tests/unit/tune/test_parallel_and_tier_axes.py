@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.bench.load.load import Arrival
 from holdfast.tune.configuration import DEFAULT, ServerConfiguration, command_of
-from holdfast.tune.measure import with_empty_store
+from holdfast.tune.measure import ServerTrials, TrialSettings, with_empty_store
 from holdfast.tune.space.axes import TuneSpace, space_of
 from holdfast.tune.space.kv_tiers import CommonPrefixes
 from holdfast.tune.space.plans import Planner
@@ -231,13 +231,21 @@ def test_a_trial_with_a_store_has_an_empty_one_of_its_own(tmp_path: Path) -> Non
     with with_empty_store(chosen) as started:
         own = Path(str(started.value("kv_store")))
         assert own.is_dir()
-        assert own.parent == tmp_path
-        assert own != named
+        assert own.parent == named  # Beside it may be another disk.
         assert started.value("max_num_seqs") == 8
         (own / "pages").write_text("KV")
-    assert list(tmp_path.iterdir()) == []
+    assert list(named.iterdir()) == []
     with with_empty_store(DEFAULT) as same:
         assert same is DEFAULT
+
+
+def test_a_trial_without_room_for_its_store_is_a_result(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    chosen = ServerConfiguration((("kv_store", str(tmp_path / "file" / "kv")),))
+    settings = TrialSettings(engine="holdfast", model="no-such-model", arrivals=(), seconds=1.0, objectives=())
+    trial = ServerTrials(settings)(chosen, speed=1.0, stage="search")
+    assert trial.died.startswith("no folder for its KV store: ")
+    assert trial.configuration == chosen
 
 
 @pytest.mark.parametrize("gpu", ["h100-80", "h100-80x2"])

@@ -242,7 +242,7 @@ def _record(arguments: argparse.Namespace, settings: TrialSettings) -> TrialReco
 
     import msgspec
 
-    from holdfast.tune.record import TrialRecord
+    from holdfast.tune.record import TrialRecord, measured_on
 
     if arguments.resume is None:
         return None
@@ -258,6 +258,8 @@ def _record(arguments: argparse.Namespace, settings: TrialSettings) -> TrialReco
         "headroom": settings.headroom,
         "max_errors": settings.error_share,
         "seed": arguments.seed,
+        "workers": arguments.workers,
+        **measured_on(arguments.engine),
     }
     return TrialRecord(Path(arguments.resume), asked)
 
@@ -346,6 +348,28 @@ def _check_disks(arguments: argparse.Namespace) -> None:
             fix="--prefix-tokens 1000 --prefixes 20, or leave --kv-store out",
             field="kv_store",
         )
+    if arguments.kv_store is not None:
+        _check_store(arguments.kv_store)
+
+
+def _check_store(folder: str) -> None:
+    """By making one as trials do: rights, read-only disks and names of files are all found by that."""
+    from pathlib import Path
+
+    from holdfast.tune.measure import own_store
+
+    own = shlex.quote(str(Path(folder, "kv-store")))
+    try:
+        with own_store(Path(folder)):
+            pass
+    except OSError as error:
+        raise ConfigurationError(
+            f"--kv-store: in {shorten(folder)} the stores of trials cannot be made",
+            needed="a folder on the disk to measure that this user can write, or a name where one can be made",
+            found=error.strerror or str(error),
+            fix=f'sudo install -d -m 700 -o "$(id -un)" {own}, and name that one',
+            field="kv_store",
+        ) from error
 
 
 def _speed(text: str) -> float | None:

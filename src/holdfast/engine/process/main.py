@@ -174,7 +174,7 @@ class _Heart:
 
 
 def _serve(core: EngineCore, socket: zmq.Socket[bytes], heart: _Heart, keeper: KVKeeper | None = None) -> None:
-    resizes = _Resizes(core, socket)
+    resizes, told = _Resizes(core, socket), None
     while True:
         if not core.has_work:
             socket.poll(IDLE_POLL_MS)
@@ -201,8 +201,10 @@ def _serve(core: EngineCore, socket: zmq.Socket[bytes], heart: _Heart, keeper: K
             changed = True
         resizes.go_on()
         if core.has_work or changed:  # After the last request was aborted nothing steps, but the numbers have changed.
-            outputs = core.step()
-            socket.send(protocol.encode(protocol.StepOutputs(outputs, core.stats())))
+            outputs, stats = core.step(), core.stats()
+            if outputs or changed or stats != told:  # Pages may wait for a disk for long, and nothing happen meanwhile.
+                socket.send(protocol.encode(protocol.StepOutputs(outputs, stats)))
+                told = stats
         else:
             core.check_ranks()
             core.balance_kv()

@@ -47,7 +47,7 @@ from holdfast.hardware.nvidia import probe
 from holdfast.kvcache import KVCache, StoredPages, TierLimits
 from holdfast.models import ModelSpec
 from holdfast.models.families.classifier import FROM_TOKENS, TOKEN_IDS
-from holdfast.planner import Plan, largest_pool, make_cpu_plan, settle_pool
+from holdfast.planner import Plan, coming_bytes, largest_pool, make_cpu_plan, settle_pool
 from holdfast.planner.models.requested import requested
 from holdfast.planner.serve.shares.engines import gpus_share, one_share, ram_share
 from holdfast.records import EngineInfo, LowerTier, MemoryReport
@@ -421,9 +421,7 @@ def _still_fits(config: EngineConfig, plan: Plan) -> Plan:
     is done when they have joined."""
     if config.nnodes > 1:
         return plan
-    coming = sum(
-        size for name, size in plan.terms.items() if name not in ("front", "framework", "libraries", "kv_pool")
-    )
+    coming = coming_bytes({name: size for name, size in plan.terms.items() if name != "kv_pool"})
     return settle_pool(plan, memory().available_bytes - coming)
 
 

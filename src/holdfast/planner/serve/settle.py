@@ -7,12 +7,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from holdfast.footprint.cpu import BOOK_BYTES
+from holdfast.footprint.cpu import BOOK_BYTES, FRAMEWORK_BYTES
 from holdfast.observability.decisions import Decision
 from holdfast.planner.fit.result import Plan
 from holdfast.planner.serve.refusals import became_short
 from holdfast.planner.sizing.kv_cost import largest
 from holdfast.units import counted, format_bytes
+
+RUNNING_ALREADY = ("front", "libraries")
 
 
 def settle_pool(plan: Plan, available_bytes: int, measured: Mapping[str, int] | None = None) -> Plan:
@@ -63,6 +65,13 @@ def settle_pool(plan: Plan, available_bytes: int, measured: Mapping[str, int] | 
         limits=replace(limits, max_model_len=length),
         decisions=(*plan.decisions, *decisions),
     )
+
+
+def coming_bytes(terms: Mapping[str, int]) -> int:
+    """Of terms of the machine that an engine starts on, what is still to come when its process has imported torch and
+    has not started its other ranks: these bring a framework each, and its own is part of what is not free."""
+    rest = {name: size for name, size in terms.items() if name not in ("framework", *RUNNING_ALREADY)}
+    return sum(rest.values()) + max(0, terms.get("framework", 0) - FRAMEWORK_BYTES)
 
 
 def longest_context(plan: Plan, blocks: int) -> int:

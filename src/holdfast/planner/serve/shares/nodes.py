@@ -16,14 +16,12 @@ from holdfast.footprint.cpu import BOOK_BYTES
 from holdfast.hardware import Memory
 from holdfast.observability.decisions import Decision
 from holdfast.planner.fit.result import Plan, Rank
-from holdfast.planner.serve.settle import longest_context, settle_pool
+from holdfast.planner.serve.settle import coming_bytes, longest_context, settle_pool
 from holdfast.planner.sizing.terms import Term
 from holdfast.units import counted, format_bytes
 
 OF_THE_HEAD = ("front", "logits", "grammars")
 OF_EACH_NODE = ("libraries", "exchange")
-RUNNING_ALREADY = ("front", "framework", "libraries")
-"""Of the head: when nodes join, they are part of what is not free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +202,8 @@ def _room(plan: Plan, config: EngineConfig, machine: NodeMemory, node: int, node
 
 
 def _coming(terms: Mapping[str, int], node: int) -> int:
-    return sum(size for name, size in terms.items() if node > 0 or name not in RUNNING_ALREADY)
+    """When nodes join: on the head the API and one rank run, elsewhere no rank does."""
+    return coming_bytes(terms) if node == 0 else sum(terms.values())
 
 
 def _loading(plan: Plan, node: int, nodes: int) -> int:
