@@ -21,16 +21,11 @@ from holdfast.config.parts.executors import NO_RAY
 from holdfast.engine.ranks.ray_cluster import messages
 from holdfast.engine.ranks.ray_cluster.actor import NodeActor
 from holdfast.engine.ranks.ray_cluster.address import cluster_address, first_line, no_cluster, part_of_ray
+from holdfast.engine.ranks.ray_cluster.messages import HELLO_S, RELEASED_S, RESERVED_S
 from holdfast.engine.ranks.ray_cluster.placement import NodeRoom, RayPlacement, Wanted, place
 from holdfast.errors import ConfigurationError, HoldfastError, NoResourcesError
 from holdfast.records import Failure
 
-RELEASED_S = 15.0
-"""For what a job before this one had to become free."""
-RESERVED_S = 15.0
-"""For a placement group that has room."""
-HELLO_S = 60.0
-"""For the processes of all agents, which start at the same time."""
 LOOK_S = 0.5
 AGAIN_S = 2.0
 """Before an agent is started again that has ended in order."""

@@ -30,7 +30,7 @@ from holdfast.config.parts.executors import NO_RAY
 from holdfast.engine.ranks.nodes.secret import new_secret
 from holdfast.engine.ranks.ray_cluster import messages
 from holdfast.engine.ranks.ray_cluster.address import no_cluster
-from holdfast.engine.ranks.ray_cluster.driver import HELLO_S, RELEASED_S, RESERVED_S
+from holdfast.engine.ranks.ray_cluster.messages import HELLO_S, RELEASED_S, RESERVED_S
 from holdfast.errors import ConfigurationError, EngineError
 from holdfast.hardware import processor
 from holdfast.records import Failure

@@ -1,4 +1,5 @@
-"""What a server and its Ray driver say to each other, and how it is packed (msgspec's MessagePack)."""
+"""What a server and its Ray driver say to each other, how it is packed (msgspec's MessagePack), and how long the driver
+waits for what before it says why not."""
 
 from __future__ import annotations
 
@@ -7,6 +8,13 @@ from collections.abc import Callable
 import msgspec
 
 from holdfast.records import Failure
+
+RELEASED_S = 15.0
+"""For what a job before this one had to become free."""
+RESERVED_S = 15.0
+"""For a placement group that has room."""
+HELLO_S = 60.0
+"""For the processes of all agents, which start at the same time."""
 
 
 class Reserve(msgspec.Struct, frozen=True, kw_only=True, tag=True):
