@@ -94,8 +94,8 @@ def shown_report(report: NodeReport) -> NodeReport:
 
 def shown_failure(failure: Failure) -> Failure:
     """Of another machine, with texts that logs and errors may repeat."""
-    said = msgspec.structs.asdict(failure)
-    return Failure(**{name: text if text is None else shorten(text, SENTENCE_CHARS) for name, text in said.items()})
+    said = {name: text for name, text in msgspec.structs.asdict(failure).items() if text is not None}
+    return msgspec.structs.replace(failure, **{name: shorten(text, SENTENCE_CHARS) for name, text in said.items()})
 
 
 def digests_for(config: EngineConfig, files: ModelFiles) -> dict[str, str]:
