@@ -6,6 +6,7 @@ Knows the error and the words of the command line; the diagnosis is made in `hol
 from __future__ import annotations
 
 import contextlib
+import re
 import shlex
 import sys
 import traceback
@@ -19,20 +20,26 @@ from holdfast.observability.codes import codes
 
 _HIDDEN = {"--api-key": '"${API_KEY:?}"', "--node-secret": '"${HOLDFAST_NODE_SECRET:?}"'}
 """Flags with secrets, and what a shell puts in for each, or stops at where it is not set."""
+_MANY = ("--api-key",)
+"""Which take all words up to the next flag, not one."""
+_FLAG = re.compile(r"--(?:[A-Za-z]\S*)?|-[A-Za-z]{1,4}(?:[.=]\S*|\d*)")
+"""A secret may begin with a dash too: what may not be a flag is not shown."""
 
 
 def command_line(words: Sequence[str]) -> str:
     """As it can be pasted, without its secrets."""
-    shown, following = ["holdfast"], None  # What stands for the words behind a flag with a secret.
+    shown, following, many = ["holdfast"], None, False  # What stands for the word, or words, behind a flag's.
     for word in words:
         flag, equals, _ = word.partition("=")
-        hidden = _HIDDEN.get(flag.replace("_", "-"))
-        if f'"{word}"' in _HIDDEN.values():
-            shown.append(f'"{word}"')
-        elif following is not None and not word.startswith("--"):
+        name = flag.replace("_", "-")
+        hidden = _HIDDEN.get(name)
+        if following is not None and _FLAG.fullmatch(word) is None:
             shown.append(following)
+            following = following if many else None
+        elif f'"{word}"' in _HIDDEN.values():
+            shown.append(f'"{word}"')
         else:
-            following = None if equals else hidden
+            following, many = None if equals else hidden, name in _MANY
             shown.append(f"{flag}={hidden}" if hidden is not None and equals else shlex.quote(word))
     return printable(" ".join(shown))
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
 import pytest
+from node_lines import NodeLines, node_lines
 
 from holdfast.doctor import diagnose_lines
 from holdfast.doctor.findings import Finding
+from holdfast.engine.ranks.nodes.hub import other_secret
 
 BEGIN = ["2026-11-18 14:15:10 INFO holdfast: holdfast 0.1.0"]
 COMMAND = "holdfast serve m --device cpu -pp 2 --nnodes 2 --node-rank {} --master-addr 10.0.0.5"
@@ -16,14 +21,12 @@ NODE = [
     "2026-11-18 14:15:13 INFO holdfast: node 1 of 2: model m",
 ]
 HEAD = [*BEGIN, RAN.format(COMMAND.format(0) + " --port 9000"), "2026-11-18 14:15:13 INFO holdfast: model m: llama"]
-SEEKS = "2026-11-18 14:15:43 INFO holdfast: looking for the head at 10.0.0.5 port 29501: [Errno 111] Connection refused"
-WAITS = "INFO engine: waiting for node 1 (rank 1) at port 29501"
-LOST = "holdfast: node 1 has not reached the head at 10.0.0.5 port 29501: {} [HF446]"
-NOBODY = [
-    "holdfast: node 1 (rank 1) has not joined [HF446]",
-    "  needed: all 2 nodes within 60.0 s",
-    "  found:  1 of them",
-]
+REFUSED = ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+
+
+@pytest.fixture(scope="module", params=["10.0.0.5", "head-0.svc", "fd00::5"])
+def said(request) -> NodeLines:
+    return node_lines(request.param, REFUSED)
 
 
 def only(lines: list[str]) -> Finding:
@@ -33,56 +36,54 @@ def only(lines: list[str]) -> Finding:
     return finding
 
 
-@pytest.mark.parametrize(
-    "ended", [[], [LOST.format("[Errno 111] Connection refused"), "  needed: the head within 60 s"]]
-)
-def test_a_node_without_a_head_is_told_which_head_and_how_to_start_it(ended: list[str]) -> None:
-    finding = only([*NODE, SEEKS, SEEKS, *ended])
-    assert "10.0.0.5" in finding.what
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_node_without_a_head_is_told_which_head_and_how_to_start_it(said: NodeLines, ends: bool) -> None:
+    finding = only([*NODE, said.seeks, said.seeks, *(said.no_head if ends else [])])
+    assert said.head in finding.what
     assert "29501" in finding.what
     assert finding.code == "HF446"
     assert finding.fix is not None
     assert finding.fix.command == COMMAND.format(0)
-    assert "nc -vz 10.0.0.5 29501" in finding.fix.why
-    assert finding.confidence == ("high" if ended else "medium")
+    assert f"nc -vz {said.head} 29501" in finding.fix.why
+    assert finding.confidence == ("high" if ends else "medium")
 
 
 @pytest.mark.parametrize(
-    ("said", "words"),
+    ("why", "words"),
     [
-        ("[Errno -2] Name or service not known", "10.0.0.5 is no name that this machine knows"),
-        ("what answers there is no head", "another program answers at 10.0.0.5 port 29501"),
-        ("timed out", "let this machine through to port 29501"),
+        (OSError(-2, "Name or service not known"), "10.0.0.5 is no name that this machine knows"),
+        (OSError("what answers there is no head"), "another program answers at 10.0.0.5 port 29501"),
+        (TimeoutError("timed out"), "let this machine through to port 29501"),
     ],
 )
-def test_how_the_head_was_not_reached_decides_what_helps(said: str, words: str) -> None:
-    finding = only([*NODE, LOST.format(said)])
+def test_how_the_head_was_not_reached_decides_what_helps(why: OSError, words: str) -> None:
+    finding = only([*NODE, node_lines("10.0.0.5", why).no_head[0]])
     assert finding.fix is not None
     assert words in finding.fix.why
     assert not finding.alternatives
 
 
-@pytest.mark.parametrize("ended", [[], NOBODY])
-def test_a_head_without_its_node_is_told_which_and_its_command(ended: list[str]) -> None:
-    finding = only([*HEAD, WAITS, WAITS, *ended])
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_head_without_its_node_is_told_which_and_its_command(said: NodeLines, ends: bool) -> None:
+    finding = only([*HEAD, said.waits, said.waits, *(said.no_node if ends else [])])
     assert "node 1" in finding.what
     assert finding.fix is not None
     assert finding.fix.command == COMMAND.format(1) + " --headless"
 
 
-def test_nodes_that_have_found_one_another_are_no_finding() -> None:
-    joined = "2026-11-18 14:16:00 INFO holdfast: joined the head at 10.0.0.5 port 29501"
-    assert "nodes_apart" not in {one.cause for one in diagnose_lines([*NODE, SEEKS, joined], "log").findings}
+def test_nodes_that_have_found_one_another_are_no_finding(said: NodeLines) -> None:
+    joined = f"2026-11-18 14:16:00 INFO holdfast: joined the head at {said.head} port 29501"
+    assert "nodes_apart" not in {one.cause for one in diagnose_lines([*NODE, said.seeks, joined], "log").findings}
     loads = ["INFO engine: node 1 of 2 has joined: b at 10.0.0.6", "INFO holdfast: loading tensors: 1 of 136"]
-    assert "nodes_apart" not in {one.cause for one in diagnose_lines([*HEAD, WAITS, *loads], "log").findings}
+    assert "nodes_apart" not in {one.cause for one in diagnose_lines([*HEAD, said.waits, *loads], "log").findings}
 
 
-def test_another_secret_is_named_on_both_sides() -> None:
-    finding = only([*NODE, "holdfast: this node and the head have different secrets [HF139]"])
+def test_another_secret_is_named_on_both_sides(said: NodeLines) -> None:
+    finding = only([*NODE, *f"holdfast: {other_secret()}".splitlines()])
     assert finding.fix is not None
     assert "HOLDFAST_NODE_SECRET" in finding.fix.why
     refused = "WARNING engine: a node at 10.0.0.6 was refused: it has another secret"
-    finding = only([*HEAD, WAITS, refused, WAITS, *NOBODY])
+    finding = only([*HEAD, said.waits, refused, said.waits, *said.no_node])
     assert "10.0.0.6" in finding.what
     assert finding.fix is not None
     assert finding.fix.why.startswith("on 10.0.0.6: export HOLDFAST_NODE_SECRET")

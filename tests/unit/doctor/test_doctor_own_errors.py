@@ -140,6 +140,30 @@ def test_several_keys_after_one_flag_are_all_hidden():
     )
 
 
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("--api-key K -tp 2", '--api-key "${API_KEY:?}" -tp 2'),
+        ("--api-key K J -c8192 m", '--api-key "${API_KEY:?}" "${API_KEY:?}" -c8192 m'),
+        ("--api-key K -cc.mode=3", '--api-key "${API_KEY:?}" -cc.mode=3'),
+        (
+            "--node-secret S -tp 2 -pp 2 --node-rank 1",
+            '--node-secret "${HOLDFAST_NODE_SECRET:?}" -tp 2 -pp 2 --node-rank 1',
+        ),
+        ("--node-secret S some/model -q awq", '--node-secret "${HOLDFAST_NODE_SECRET:?}" some/model -q awq'),
+        ("--node-secret --port 1", "--node-secret --port 1"),
+    ],
+)
+def test_a_secret_ends_at_the_next_flag(given: str, shown: str) -> None:
+    assert command_line(["serve", *given.split()]) == f"holdfast serve {shown}"
+
+
+@pytest.mark.parametrize("secret", ["-5", "-", "-a b", "--a b", "-Zx0_9aQw-hunter222", "-12.5"])
+@pytest.mark.parametrize("flag", ["--api-key", "--node-secret"])
+def test_a_secret_that_begins_with_a_dash_is_hidden(flag: str, secret: str) -> None:
+    assert command_line(["serve", flag, secret, "-tp", "2"]).endswith(':?}" -tp 2')
+
+
 def test_a_key_is_hidden_however_its_flag_is_spelled():
     for flag in ("--api-key", "--api_key"):
         assert "sk-1" not in command_line(["serve", flag, "sk-1"])

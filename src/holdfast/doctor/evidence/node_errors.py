@@ -13,7 +13,7 @@ from holdfast.doctor.command.parse import ServerCommand
 from holdfast.doctor.findings import Fix
 
 NODES_MISSING, WRONG_NODES = "HF446", "HF139"
-_NO_HEAD = re.compile(r"has not reached the head at (\S+) port (\d+): (.*)")
+_NO_HEAD = re.compile(r"has not reached the head at (\S+)(?: \([^)]*\))? port (\d+): (.*)")
 _NO_NODE = re.compile(r"nodes? (\d+)\b.* has not joined")
 _TAKEN = re.compile(r"cannot listen for other nodes at (\S+) port (\d+): (?=.*\[Errno (?:98|48)\])")
 _NO_NAME = ("Name or service not known", "nodename nor servname", "Temporary failure in name resolution", "[Errno -")

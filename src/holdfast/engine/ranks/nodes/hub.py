@@ -27,14 +27,21 @@ from holdfast.engine.ranks.messages import StartRank
 from holdfast.engine.ranks.nodes import messages, secret
 from holdfast.engine.ranks.nodes.addresses import named_place, refuse_unreachable
 from holdfast.engine.ranks.nodes.link import STARTED_S, NodeLink, NodeRank
-from holdfast.engine.ranks.nodes.report import named_ranks, other_protocol, refuse_unequal
+from holdfast.engine.ranks.nodes.report import (
+    NAME_CHARS,
+    named_ranks,
+    other_protocol,
+    refuse_unequal,
+    shown_failure,
+    shown_report,
+)
 from holdfast.engine.ranks.nodes.wire import MOST_BEFORE_PROOF, Wire
 from holdfast.errors import ConfigurationError, EngineError, HoldfastError
 from holdfast.execution.parallel.segment import Segment
 from holdfast.execution.parallel.sockets.listen import listen_at
 from holdfast.execution.parallel.sockets.spread import Spread
 from holdfast.records import Failure
-from holdfast.units import format_duration
+from holdfast.units import format_duration, shorten
 
 log = logging.getLogger("holdfast")
 
@@ -181,12 +188,13 @@ class NodeHub:
         if isinstance(said, messages.CannotJoin):
             self._note_cannot(said, wire)
             return None
+        report = shown_report(said.report)
         try:
             with self._changed:
                 if self._closing:
                     return None
-                self._check(said.report)
-                link = NodeLink(wire, said.report, self.spread.ranks_of(said.report.node))
+                self._check(report)
+                link = NodeLink(wire, report, self.spread.ranks_of(report.node))
                 wire.send(messages.encode(messages.Welcome()))
                 self._links[link.node] = link
                 self._changed.notify_all()
@@ -206,14 +214,14 @@ class NodeHub:
         except msgspec.DecodeError:
             if hello.protocol != messages.PROTOCOL:
                 error = other_protocol(hello.version, self.own.version, hello.protocol, messages.PROTOCOL)
-                log.warning("a node was refused: %s", error.message)
+                log.warning("a node at %s was refused: %s", wire.other_host, error.message)
                 wire.send(messages.encode(messages.Refused(Failure.of(error))))
             raise
 
     def _note_cannot(self, said: messages.CannotJoin, wire: Wire) -> None:
         """A node that cannot join ends the start of the head: waiting would not help."""
-        error = said.failure.error()
-        error.message = f"node {said.node} ({said.name}): {error.message}"
+        error = shown_failure(said.failure).error()
+        error.message = f"node {said.node} ({shorten(said.name, NAME_CHARS)}): {error.message}"
         wire.send(messages.encode(messages.Refused(Failure.of(error))))
         with self._changed:
             self._refusal = error

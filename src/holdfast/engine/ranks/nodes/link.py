@@ -19,6 +19,7 @@ from holdfast.engine.ranks.nodes.wire import LOST_S, Wire
 from holdfast.errors import EngineDiedError
 from holdfast.execution.parallel.segment import Segment
 from holdfast.records import Failure
+from holdfast.units import shorten
 
 HEARD_S = 2.0
 """For a node to hear that it is over, and to close its side."""
@@ -166,7 +167,7 @@ class NodeLink:
                     self._ranks[rank].pid = pid
             self._started.set()
         elif isinstance(heard, messages.RankEnded) and heard.rank in self._ranks:
-            self._ranks[heard.rank].note_end(heard.ending)
+            self._ranks[heard.rank].note_end(shorten(heard.ending))
             self._tell_end()
 
     def _note_counts(self, sign: messages.Sign) -> None:

@@ -18,12 +18,16 @@ from holdfast.config.nodes import WRONG_NODES
 from holdfast.engine.ranks.nodes.messages import NodeReport
 from holdfast.errors import ConfigurationError
 from holdfast.hardware import compiled_kernels, memory, processor
+from holdfast.records import Failure
+from holdfast.units import shorten
 
 HEADER_BYTES = 1 << 20
 """Of a file of weights: names, shapes and places of its tensors are there, or the beginning of them."""
 AGENT = secrets.token_hex(16)
 MOST_NAMED = 3
 """Files that a message names."""
+NAME_CHARS, SENTENCE_CHARS = 255, 2000
+"""Of what another machine says, that logs and errors repeat."""
 
 
 def report_of(
@@ -65,7 +69,8 @@ def sources_digest() -> str:
 
 def other_protocol(version: str, head_version: str, protocol: int, head_protocol: int) -> ConfigurationError:
     """Of a node that could not understand what its head says."""
-    ours, theirs = head_version or "of another version", version or "of another version"
+    # Each is the word of another machine on one of the two sides, which may have proven nothing yet.
+    ours, theirs = (shorten(said) or "of another version" for said in (head_version, version))
     return ConfigurationError(
         f"holdfast {theirs} of this node and holdfast {ours} of the head do not understand each other",
         code=WRONG_NODES,
@@ -74,6 +79,23 @@ def other_protocol(version: str, head_version: str, protocol: int, head_protocol
         fix="install the same version of Holdfast on all nodes",
         field="nnodes",
     )
+
+
+def shown_report(report: NodeReport) -> NodeReport:
+    """With texts that logs and errors may repeat. Names of files are compared as they are."""
+    return msgspec.structs.replace(
+        report,
+        name=shorten(report.name, NAME_CHARS),
+        host=shorten(report.host, NAME_CHARS),
+        version=shorten(report.version),
+        sources=shorten(report.sources),
+    )
+
+
+def shown_failure(failure: Failure) -> Failure:
+    """Of another machine, with texts that logs and errors may repeat."""
+    said = {name: text for name, text in msgspec.structs.asdict(failure).items() if text is not None}
+    return msgspec.structs.replace(failure, **{name: shorten(text, SENTENCE_CHARS) for name, text in said.items()})
 
 
 def digests_for(config: EngineConfig, files: ModelFiles) -> dict[str, str]:
@@ -125,8 +147,10 @@ def _refuse_other_files(who: str, ours: dict[str, str], theirs: dict[str, str]) 
         return
     shown = different[:MOST_NAMED]
     more = f" and {len(different) - MOST_NAMED} more" if len(different) > MOST_NAMED else ""
-    needed = "; ".join(f"{name}: {ours.get(name, 'no such file')}" for name in shown) + more
-    found = "; ".join(f"{name}: {theirs.get(name, 'no such file')}" for name in shown) + more
+    needed, found = (
+        "; ".join(f"{shorten(name, NAME_CHARS)}: {shorten(side.get(name, 'no such file'))}" for name in shown) + more
+        for side in (ours, theirs)
+    )
     raise _unequal(f"{who} has another checkpoint than the head", needed, found)
 
 
