@@ -119,7 +119,7 @@ def test_why_a_node_cannot_join(head: NodeHub) -> None:
     wire.send(messages.encode(messages.NodeHello(nonce)))
     challenge = messages.decode_from_head(wire.receive())
     assert isinstance(challenge, messages.Challenge)
-    proof = secret.proof(SECRET, secret.AGENT, nonce, challenge.nonce)
+    proof = secret.proof(secret.derive_key(SECRET), secret.AGENT, nonce, challenge.nonce)
     why = Failure.of(ConfigurationError(HOSTILE, needed=HOSTILE, found=HOSTILE, fix=HOSTILE))
     wire.send(messages.encode(messages.CannotJoin(proof, 1, HOSTILE, why)))
     with pytest.raises(ConfigurationError) as ended:
