@@ -95,6 +95,9 @@ class NodeHub:
             if not missing:
                 return
             names = ", ".join(f"node {node} ({named_ranks(self.spread.ranks_of(node))})" for node in missing)
+            if now_s - said_s >= SAID_EVERY_S:
+                said_s = now_s
+                log.info("waiting for %s at %s", names, self._place)
             if now_s - began_s >= timeout_s:
                 raise EngineError(
                     f"{names} has not joined",
@@ -104,9 +107,6 @@ class NodeHub:
                     fix=f"start it with --node-rank {missing[0]} and the head's --master-addr, --master-port and"
                     " secret, and let it through to that port",
                 )
-            if now_s - said_s >= SAID_EVERY_S:
-                said_s = now_s
-                log.info("waiting for %s at %s", names, self._place)
 
     def start(
         self, starts: Sequence[StartRank], segment: Segment, on_end: Callable[[], None], beat: Callable[[], None]

@@ -64,10 +64,10 @@ def tell_cannot_join(config: EngineConfig, error: HoldfastError) -> NoReturn:
 def join_head(config: EngineConfig, report: Report) -> Wire:
     """A connection to a head that has let this node in. Tries again while there is no head; raises what the head says
     when it refuses."""
-    began_s, said_s = time.monotonic(), -SAID_EVERY_S  # At once, then now and then.
     place = named_place(config.master_addr, config.master_port)
     assert config.node_secret is not None
     key = secret.derive_key(config.node_secret)
+    began_s, said_s = time.monotonic(), -SAID_EVERY_S  # At once, then now and then.
     while True:
         try:
             return _join(config, key, report)
@@ -75,6 +75,9 @@ def join_head(config: EngineConfig, report: Report) -> Wire:
             raise
         except (OSError, EOFError, msgspec.DecodeError) as error:
             now_s, why = time.monotonic(), _why(error)
+            if now_s - said_s >= SAID_EVERY_S:
+                said_s = now_s
+                log.info("looking for the head at %s: %s", place, why)
             if now_s - began_s >= config.node_timeout:
                 raise EngineError(
                     f"node {config.node_rank} has not reached the head at {place}: {why}",
@@ -83,9 +86,6 @@ def join_head(config: EngineConfig, report: Report) -> Wire:
                     fix="start the head (--node-rank 0) with the same --master-addr and --master-port, and let this"
                     " machine through to that port",
                 ) from error
-            if now_s - said_s >= SAID_EVERY_S:
-                said_s = now_s
-                log.info("looking for the head at %s: %s", place, why)
         time.sleep(TRY_EVERY_S)
 
 
