@@ -46,6 +46,7 @@ def work(model: str, ranks: int, streams: int) -> None:
     told, sys.stdout = sys.stdout, sys.stderr
     llm = LLM(
         model,
+        device="cpu",
         skip_tokenizer_init=True,
         enable_prefix_caching=False,
         tensor_parallel_size=ranks,
