@@ -1,11 +1,13 @@
-"""Engines whose experts do not all stay, built again and again in one process behind engines whose layers are streamed:
-memory that is taken again brings nothing along. Weights are looked at as the GPU reads them, as copies bring them and
-as the host reads them, and told apart where one is wrong."""
+"""Engines whose experts do not all stay, built again and again in one process behind engines whose layers are streamed
+and behind processes that are killed while they copy: memory that is taken again brings nothing along. Weights are
+looked at as the GPU reads them, as copies bring them and as the host reads them, and told where one is wrong."""
 
 from __future__ import annotations
 
 import gc
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +29,20 @@ ROUNDS, BUILDS = 3, 5
 PROMPTS = 6
 APART = 1e-3
 """In log-probabilities: rounding is a hundredth of it, and one wrong matrix a hundred times as much."""
+
+COPYING = """
+import torch
+vram = torch.empty(8 << 30, dtype=torch.uint8, device="cuda").fill_(63)
+ram = torch.empty(2 << 30, dtype=torch.uint8, pin_memory=True).fill_(63)
+print("here", flush=True)
+while True:
+    for first in range(0, len(vram), len(ram)):
+        vram[first : first + len(ram)].copy_(ram, non_blocking=True)
+        ram.copy_(vram[first : first + len(ram)], non_blocking=True)
+    torch.cuda.synchronize()
+"""
+"""What another process does until it is killed: its memory is the next one's then."""
+OF_ANOTHER = {"another process": torch.full((64,), 63, dtype=torch.uint8)}
 
 Tokens = list[tuple[str, list[int], list[float]]]
 
@@ -69,6 +85,16 @@ def stream_layers(folder: str) -> dict[str, torch.Tensor]:
     return kept
 
 
+def kill_while_it_copies() -> None:
+    with subprocess.Popen([sys.executable, "-c", COPYING], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "here\n"
+            time.sleep(0.2)
+        finally:
+            process.kill()
+
+
 @pytest.mark.long
 def test_experts_that_wait_are_the_same_however_often_they_are_loaded(
     shape: Callable[[str], str], tmp_path: Path
@@ -95,8 +121,10 @@ def test_experts_that_wait_are_the_same_however_often_they_are_loaded(
         wrong.extend(f"{name}: {line}" for line in lines)
 
     for number in range(ROUNDS):
-        known.others = stream_layers(streamed)
+        known.others = stream_layers(streamed) | OF_ANOTHER
+        kill_while_it_copies()
         look(f"all stay, {number}", vram="12GiB")
+        kill_while_it_copies()
         for again in range(BUILDS):
             look(f"experts wait, {number}.{again}", vram=str(SMALL), cpu_compute="off")
     gc.collect()
