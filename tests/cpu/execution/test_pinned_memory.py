@@ -15,6 +15,7 @@ import torch
 from deadlines import PATIENCE_S
 
 from holdfast.errors import EngineError
+from holdfast.execution.lora.upload import PlaceSender
 from holdfast.execution.streaming import pinned_memory
 from holdfast.execution.streaming.pinned_memory import PinnedMemory, device_address, unregister
 from holdfast.observability.codes import explain
@@ -164,6 +165,25 @@ def test_addresses_that_the_driver_still_has_are_nobodys_again(way: str, monkeyp
     address = at(refused=True)
     assert is_mapped(address)
     assert address in [piece.data_ptr() for piece in kept]
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_memory_of_adapters_is_unpinned_once_by_whoever_has_it_last(
+    closed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a start fails, and nobody closes it: its addresses are others' then."""
+    freed, copies, cpu = list[int](), torch.zeros((2, PAGE)), torch.device("cpu")
+    driver = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda at: freed.append(at) or 0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setattr(torch.cuda, "Event", SimpleNamespace)
+    sender = PlaceSender(copies, torch.zeros((3, PAGE), device=cpu))
+    if closed:
+        sender.close()
+        sender.close()
+    del sender
+    assert freed == [copies.data_ptr()]
 
 
 class FakeDriver:

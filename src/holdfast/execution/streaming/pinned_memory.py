@@ -72,6 +72,12 @@ def unregister(addresses: Sequence[int], device: torch.device) -> list[int]:
     return kept
 
 
+def unpin(memory: torch.Tensor, device: torch.device) -> None:
+    """Of somebody else's, all of which was registered at once."""
+    if unregister([memory.data_ptr()], device):
+        _kept.append(memory)
+
+
 class PinnedMemory:
     """`sizes`: of pieces, each whole pages; `pieces` are tensors of bytes. `device`: which reads them. `background`:
     the numbers of all pieces in the order in which a thread pins them, and each may be used once it was waited for;
