@@ -127,11 +127,15 @@ async def test_an_engine_that_cannot_live_is_given_up_and_the_server_ends(
         standing_still.ask_for(0)
         waiting = asyncio.create_task(client.post("/v1/completions", json=long))
         killed: set[int] = set()
-        # The first with the request aboard, the others while they load: before they can answer anything.
-        for _ in range(5):
-            engine = await stopped([psutil.Process(await next_engine(server, killed))])
+        # The first with the request aboard, the next where it would be ready, the others as soon as they are there:
+        # none can answer anything.
+        for place in range(5):
+            engine = psutil.Process(await next_engine(server, killed))
+            if place < 2:
+                await stopped([engine])
+            if place == 0:
+                standing_still.ask_for(0)
             killed.add(engine.pid)
-            standing_still.ask_for(0)
             engine.kill()
         answer = await waiting
         assert answer.status_code in (500, 503)
@@ -188,7 +192,7 @@ async def test_a_start_that_fails_for_a_moment_is_tried_again(server, switch: Pa
 async def until_open(server, count: int) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while server.open_requests() < count:
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
 
 
 async def next_engine(server, before: set[int]) -> int:
@@ -198,4 +202,4 @@ async def next_engine(server, before: set[int]) -> int:
             with contextlib.suppress(AssertionError, psutil.Error):
                 if (pid := server.engine_pid) not in before:
                     return pid
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(0.03)

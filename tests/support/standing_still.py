@@ -35,4 +35,4 @@ async def stopped(processes: Iterable[psutil.Process]) -> psutil.Process:
             for one in among:
                 if one.status() == psutil.STATUS_STOPPED:
                     return one
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(0.02)

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from holdfast.cli.main import main
 from holdfast.engine.process.fault_injection import HANG_ON_TOKEN
 
 FLAGS = ["--kv-cache-memory-bytes", "128MiB", "--max-model-len", "1024", "--max-num-seqs", "8", "--runner", "pooling"]
@@ -188,13 +189,22 @@ def test_answers_are_the_servers(tmp_path: Path, start_server) -> None:
     [
         (["-i", "https://example.org/in.jsonl"], "nothing is downloaded"),
         (["--enable-metrics"], "no port"),
-        (["--max-concurrency", "0"], "--max-concurrency"),
         (["--port", "1"], "--port is not understood"),
         (["-i", "absent.jsonl"], "HF170"),
     ],
 )
-def test_mistakes_are_said_before_anything_starts(tmp_path: Path, words: list[str], part: str) -> None:
+def test_mistakes_are_said_before_anything_starts(
+    tmp_path: Path, words: list[str], part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     write(tmp_path, [line(1)])
-    done = run(tmp_path, *words)
+    assert main(command(tmp_path, *words)[3:]) == 2
+    assert part in capsys.readouterr().err
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_mistake_ends_the_process_with_its_code(tmp_path: Path) -> None:
+    write(tmp_path, [line(1)])
+    done = run(tmp_path, "--max-concurrency", "0")
     assert done.returncode == 2
-    assert part in done.stderr
+    assert "--max-concurrency" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import httpx
+import psutil
 import pytest
 from deadlines import PATIENCE_S
+from standing_still import StandingStill, stopped
 
 
 @pytest.fixture(scope="module")
-def server(module_server, endless_arguments):
+def standing_still(tmp_path_factory: pytest.TempPathFactory) -> StandingStill:
+    return StandingStill(tmp_path_factory.mktemp("standing-still"))
+
+
+@pytest.fixture(scope="module")
+def server(module_server, endless_arguments, standing_still: StandingStill):
     """Of all tests here, in their order: the first finds it unused."""
-    return module_server(*endless_arguments).wait_ready()
+    return module_server(*endless_arguments, environment=standing_still.environment).wait_ready()
 
 
 def ask(server, **changes: object) -> dict:
@@ -22,8 +30,6 @@ def ask(server, **changes: object) -> dict:
     return answer.json()
 
 
-ATTEMPTS = 9
-"""To kill an engine in the middle of a short answer."""
 STEPS = ("vllm:iteration_tokens_total_count", "vllm:iteration_tokens_total_sum")
 PER_ANSWER = (
     "e2e_request_latency",
@@ -76,23 +82,20 @@ def test_a_client_that_leaves_adds_no_step(server) -> None:
     assert (tokens, whole) == (3 + steps - 1, 0)
 
 
-def test_times_go_on_over_a_death(server) -> None:
+def test_times_go_on_over_a_death(server, standing_still: StandingStill) -> None:
     """The answer began when the first engine began it, not when the second did."""
     body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 300, "ignore_eos": True, "stream": True}
     names = ("request_queue_time", "request_prefill_time", "e2e_request_latency")
     names = tuple(f"vllm:{name}_seconds_sum" for name in names)
-    for _ in range(ATTEMPTS):
-        before = server.metrics(*names)
-        asked_s = time.monotonic()
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S) as answer:
-            lines = answer.iter_lines()
-            next(line for line in lines if line)
-            first_s = time.monotonic() - asked_s
-            killed = server.kill_engine()
-            assert [line for line in lines if line][-1] == "data: [DONE]"
-        if killed:
-            break
-    assert killed
+    before = server.metrics(*names)
+    standing_still.ask_for(100)  # In the middle of the answer, however slow the test is.
+    asked_s = time.monotonic()
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S) as answer:
+        lines = answer.iter_lines()
+        next(line for line in lines if line)
+        first_s = time.monotonic() - asked_s
+        asyncio.run(stopped([psutil.Process(server.engine_pid)])).kill()
+        assert [line for line in lines if line][-1] == "data: [DONE]"
     assert "restarting it" in server.log
     queued_s, prefilled_s, whole_s = (now - then for now, then in zip(server.metrics(*names), before, strict=True))
     assert 0 < queued_s + prefilled_s <= first_s

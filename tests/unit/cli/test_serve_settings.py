@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from command_parsers import serve_parser
 
 from holdfast.checkpoints import ModelFiles
 from holdfast.cli.commands import serve
@@ -24,9 +25,7 @@ from holdfast.server.settings import ServerSettings
 
 
 def read(*words: str) -> tuple[object, object]:
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    serve.add_arguments(parser)
-    return serve.read_settings(parser.parse_args(words))
+    return serve.read_settings(serve_parser().parse_args(words))
 
 
 def test_the_founding_command_line() -> None:

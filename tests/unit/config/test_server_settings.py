@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import pytest
+from command_parsers import serve_parser
 
 from holdfast.cli.commands import serve
 from holdfast.cli.main import main, parse_command_line
@@ -18,9 +18,7 @@ from holdfast.errors import ConfigurationError
 
 
 def read(*words: str) -> tuple[object, ServerConfig]:
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    serve.add_arguments(parser)
-    return serve.read_settings(parser.parse_args(words))
+    return serve.read_settings(serve_parser().parse_args(words))
 
 
 def test_several_keys_and_a_file_of_them() -> None:
@@ -93,31 +91,27 @@ def test_settings_that_contradict_each_other(words: list[str], field: str | None
 
 
 def test_every_flag_whose_feature_is_not_there_says_why() -> None:
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    serve.add_arguments(parser)
     reasons = {**REFUSED, **ENGINE_REFUSED}
     for name, reason in reasons.items():
         words = [flag_name(name)] if name in unsupported.SWITCHES else [flag_name(name), "7"]
         if unsupported.asks_nothing(name, "true" if name in unsupported.SWITCHES else "7"):
             # Done anyway: taken, and where it can be asked otherwise that is refused.
-            serve.read_settings(parser.parse_args(words))
+            serve.read_settings(serve_parser().parse_args(words))
             words = [f"--no-{flag_name(name)[2:]}"]
             if unsupported.asks_nothing(name, "false"):
                 continue
         with pytest.raises(ConfigurationError) as caught:
-            serve.read_settings(parser.parse_args(words))
+            serve.read_settings(serve_parser().parse_args(words))
         assert caught.value.message == f"{flag_name(name)} is not supported: {reason}"
     assert len(reasons) > 70
     assert not reasons.keys() & TUNING.keys()
 
 
 def test_every_setting_that_only_tunes_vllm_is_taken_and_told() -> None:
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    serve.add_arguments(parser)
     assert len(TUNING) > 170
     for name, reason in TUNING.items():
         words = [flag_name(name)] if name in unsupported.SWITCHES else [flag_name(name), "7"]
-        parsed = parser.parse_args(words)
+        parsed = serve_parser().parse_args(words)
         serve.read_settings(parsed)
         assert serve.said_of(parsed) == f"taken without effect: {flag_name(name)} ({reason})"
 
@@ -380,9 +374,7 @@ FLAGS = [
 @pytest.mark.parametrize("name", FLAGS)
 def test_flags_that_people_use_with_vllm_are_known(name: str) -> None:
     """Honoured, or refused with a reason of their own: never just "not understood"."""
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    serve.add_arguments(parser)
-    assert name in parser._option_string_actions
+    assert name in serve_parser()._option_string_actions
 
 
 def test_adapters_as_tables_of_a_file(tmp_path: Path) -> None:

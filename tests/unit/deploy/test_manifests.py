@@ -5,7 +5,6 @@ No cluster is asked. What helm makes of the chart is test_chart.py's.
 
 from __future__ import annotations
 
-import argparse
 import re
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import httpx
 import kubernetes_validate
 import pytest
 import yaml
+from command_parsers import serve_parser
 
 from holdfast.cli.commands import serve
 from holdfast.config import EngineConfig, ServerConfig
@@ -58,9 +58,7 @@ def settings(name: str) -> tuple[EngineConfig, ServerConfig]:
     """As the server reads them."""
     program, command, *words = container(name)["args"]
     assert (program, command) == ("holdfast", "serve")
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    serve.add_arguments(parser)
-    return serve.read_settings(parser.parse_args(words))
+    return serve.read_settings(serve_parser().parse_args(words))
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -244,9 +242,7 @@ def node_settings(role: str, index: int) -> tuple[EngineConfig, ServerConfig]:
     }
     words = [re.sub(r"\$\((\w+)\)", lambda match: given[match.group(1)], word) for word in main["args"]]
     assert {variable["name"] for variable in main["env"]} & {*given} == {"POD_IP"}
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    serve.add_arguments(parser)
-    return serve.read_settings(parser.parse_args(words[2:]))
+    return serve.read_settings(serve_parser().parse_args(words[2:]))
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -25,6 +25,13 @@ def spec_of(name: str) -> ModelSpec:
     return describe_config(catalogue.find(name).config)
 
 
+@cache
+def model_of(name: str, runs_here: bool) -> PlannedModel:
+    """The same object for all tests: what the planner counts of a model it counts once."""
+    spec = spec_of(name) if runs_here else replace(spec_of(name), unsupported=("something",))
+    return PlannedModel(name=catalogue.find(name).hub_id, spec=spec, origin="catalogue")
+
+
 def gpu_device(name: str, index: int = 0, **changes: Any) -> Device:
     gpu = gpus.find(name)
     given = {"index": index, "name": gpu.name, "kind": "gpu", "total_bytes": gpu.usable_bytes, "gpu": gpu}
@@ -53,11 +60,8 @@ def make_question(
         assert gpu is not None
         device = device_of(gpu)
     devices = tuple(Device(**{**_fields(device), "index": index}) for index in range(count))
-    entry, spec = catalogue.find(model), spec_of(model)
-    if not runs_here:
-        spec = replace(spec, unsupported=("something",))
     return Question(
-        model=PlannedModel(name=entry.hub_id, spec=spec, origin="catalogue"),
+        model=model_of(model, runs_here),
         machine=Machine(devices=devices, ram_bytes=ram_bytes),
         settings=Settings(**settings),
         traffic=None

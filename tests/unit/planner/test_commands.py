@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import shlex
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from command_parsers import plan_parser, serve_parser
 from named_gpus import device_of
 
 from holdfast.checkpoints.sources import builtin
@@ -47,12 +47,6 @@ SGLANG_FLAGS = {
 }  # fmt: skip
 LLAMA_FLAGS = {"-m", "-hf", "-hff", "-c", "-np", "-ngl", "-ctk", "-ctv", "-fa", "-sm"}
 WITHOUT_VALUE = {"--enable-lora", "--enable-chunked-prefill"}
-
-
-def serve_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
-    serve.add_arguments(parser)
-    return parser
 
 
 def flags_of(words: list[str], known: set[str]) -> dict[str, str]:
@@ -127,15 +121,13 @@ def test_every_command_parses(ask: Ask, model: str, gpu: str, settings: dict[str
 
 
 def test_the_flags_of_ways_out_are_those_of_plan(ask: Ask) -> None:
-    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
-    plan.add_arguments(parser)
     asked = [ask(model, gpu, **settings) for model, gpu, settings in QUESTIONS]
     asked.append(ask("llama-3.1-8b", "rtx4090", max_model_len=40000))
     asked.append(ask("llama-3.1-70b", "h100-80", count=4, tensor_parallel=1))
     ways = [way for question in asked for way in ways_out(fit(question))]
     assert len({way.kind for way in ways}) >= 6
     for way in ways:
-        parsed, unknown = parser.parse_known_args(shlex.split(way.flags))
+        parsed, unknown = plan_parser().parse_known_args(shlex.split(way.flags))
         assert not unknown, way.flags
         plan.read_settings(parsed)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import get_args
 
 import pytest
+from command_parsers import plan_parser
 from examples import examples
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
@@ -52,9 +52,7 @@ def only(found: Plan, kind: str) -> list[Remedy]:
 
 def asked(*words: str) -> Question:
     """As `holdfast plan` reads its command line."""
-    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
-    plan.add_arguments(parser)
-    return question_of(plan.read_settings(parser.parse_args(words)))
+    return question_of(plan.read_settings(plan_parser().parse_args(words)))
 
 
 def check(way: Remedy, *words: str) -> None:
