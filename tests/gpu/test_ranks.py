@@ -242,10 +242,10 @@ def test_a_killed_rank_is_restarted_and_leaves_nothing(
 def test_too_few_gpus_are_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Tiny(tmp_path, **WIDE, **MODELS["llama"])
     began_s, many = time.monotonic(), torch.cuda.device_count() + 1
-    monkeypatch.setenv("HOLDFAST_RANK_GPUS", ",".join(map(str, range(many))))
+    monkeypatch.delenv("HOLDFAST_RANK_GPUS", raising=False)
     with pytest.raises(HoldfastError, match=f"rank {many - 1} has no GPU"):
         engine(tmp_path, many)
-    assert time.monotonic() - began_s < 10
+    assert time.monotonic() - began_s < 5
 
 
 def test_ranks_of_one_gpu_need_each_others_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

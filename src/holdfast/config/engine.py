@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -329,8 +328,8 @@ class EngineConfig:
     )
     tensor_parallel_size: int = setting(
         1,
-        "number of ranks to split each layer over: processes of this machine, which share its cores; on GPUs only 1"
-        " so far: more are not proven there",
+        "number of ranks to split each layer over: processes of this machine, which share its cores, or have a GPU"
+        " each",
         whole(1),
         flags=("-tp", "--tp-size", "--tensor-parallel"),
     )
@@ -370,7 +369,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if self.device == "cuda":
-            unsupported.check_gpu_ranks(self.tensor_parallel_size, self.pipeline_parallel_size, os.environ)
+            unsupported.check_gpu_stages(self.pipeline_parallel_size)
         unsupported.check_engines_here(self.data_parallel_size, self.data_parallel_size_local)
         nodes_config.check_nodes(self)
         executors.check_executor(self)

@@ -1,8 +1,8 @@
 """vLLM's settings (0.8 to 0.32) that would change answers or promise what is not there: why each is refused, and which
 of their values are not.
 
-Data, the rule of what asks for nothing, and ranks on GPUs, which are there and not proven. Knows neither flags nor
-files; which settings there are is `engine`'s and `server`'s to say.
+Data, the rule of what asks for nothing, and what GPUs have no stages of. Knows neither flags nor files; which settings
+there are is `engine`'s and `server`'s to say.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from holdfast.errors import ConfigurationError
 
 NOT_WITH_RANKS = "HF138"
 RANK_GPUS = "HOLDFAST_RANK_GPUS"
-"""The visible GPU of each rank, by its place: 0,1. One may be named for several ranks, which then share it: that shows
-whether they are right, and is slow. No setting: it opens what is refused without it."""
-UNPROVEN_RANKS = "ranks on GPUs are not proven: they have not been run on real hardware by us"
+"""The visible GPU of each rank, by its place: 0,1, which is what ranks have without it. One may be named for several
+ranks, which then share it: that shows whether they are right, and is slow. No setting: it is about this machine."""
 
 _NOT_DIVIDED = "contexts are not divided over devices, and the number of ranks stays as it is"
 _ENGINES_HERE = "engines of -dp are processes of this machine, numbered from 0"
@@ -178,8 +177,8 @@ def check_engines_here(engines: int, local: int | None) -> None:
         )
 
 
-def check_gpu_ranks(ranks: int, stages: int, environment: Mapping[str, str]) -> None:
-    """Of one engine on GPUs: it has no stages, and several ranks where RANK_GPUS names their GPUs."""
+def check_gpu_stages(stages: int) -> None:
+    """Of one engine on GPUs, which has none."""
     if stages != 1:
         raise ConfigurationError(
             f"pipeline_parallel_size is {stages}; layers are not divided into stages on GPUs yet",
@@ -187,12 +186,4 @@ def check_gpu_ranks(ranks: int, stages: int, environment: Mapping[str, str]) -> 
             needed="1 on GPUs",
             fix="leave pipeline_parallel_size out; stages on a CPU: --device cpu",
             field="pipeline_parallel_size",
-        )
-    if ranks != 1 and RANK_GPUS not in environment:
-        raise ConfigurationError(
-            f"tensor_parallel_size is {ranks}; {UNPROVEN_RANKS}",
-            code=NOT_WITH_RANKS,
-            needed=f"1 on a GPU; {RANK_GPUS}={','.join(map(str, range(ranks)))} tries it all the same",
-            fix="leave tensor_parallel_size out; ranks on a CPU: --device cpu",
-            field="tensor_parallel_size",
         )

@@ -74,7 +74,6 @@ def test_lengths_as_vllm_spells_them(written: str, tokens: int | None) -> None:
         ({"data_parallel_external_lb": True}, "behind one API"),
         ({"data_parallel_backend": "ray"}, "processes of this machine"),
         ({"data_parallel_size": 0}, "from 1"),
-        ({"tensor_parallel_size": 2, "device": "cuda"}, "ranks on GPUs are not proven"),
         ({"block_size": 0}, "whole number"),
         ({"block_size": True}, "whole number"),
         ({"block_size": 1.5}, "whole number"),

@@ -105,9 +105,10 @@ def _of_gpus(config: EngineConfig, spec: ModelSpec, stored: Mapping[str, StoredT
     if config.asked_quantization in MADE_WHILE_LOADING and spec.quantization is None:
         reason = "weights are not quantized while several ranks load them to GPUs yet"
         yield "quantization", reason, f"leave --quantization out, or {ONE_RANK}"
-    if spec.quantization is not None and stored is None:
+    if spec.quantization is not None and config.load_format == "dummy":
         yield "load_format", "dummies of a quantized model are not divided among ranks on GPUs", ONE_RANK
-    if any(one.packed.packing.inputs != "plain" for one in (stored or {}).values() if one.packed is not None):
+    packings = (_packing(tensor, spec, stored) for tensor in spec.tensors)
+    if any(one is not None and one.inputs != "plain" for one in packings):
         reason = "products of these weights round their inputs, which ranks on GPUs would do each by its own part"
         yield "tensor_parallel_size", reason, ONE_RANK
     if config.data_parallel_size > 1:

@@ -43,9 +43,9 @@ def parallel_sizes(machine: Machine, *, own: bool, cores: int, memory_nodes: int
 def _of_gpus(count: int, *, own: bool) -> ParallelSizes:
     if count == 1:
         return ParallelSizes([], [LeftOut(PARALLEL_SIZES, "there is one GPU")])
-    if own:
-        ranks = LeftOut((TENSOR, PIPELINE), "ranks of Holdfast are on CPUs so far")
-        return ParallelSizes([_axis(DATA, count)], [ranks])
+    if own:  # Which of them go together, a start of it says.
+        stages = LeftOut((PIPELINE,), "stages of Holdfast are on CPUs so far")
+        return ParallelSizes([_axis(TENSOR, count), _axis(DATA, count)], [stages])
     return ParallelSizes([_axis(name, count) for name in PARALLEL_SIZES], [])
 
 
