@@ -336,8 +336,8 @@ class EngineConfig:
     disable_custom_all_reduce: bool = executors.disable_custom_all_reduce_setting()
     pipeline_parallel_size: int = setting(
         1,
-        "number of stages that the layers are divided into, by bytes: processes of this machine, -tp of them each; on"
-        " GPUs only 1",
+        "number of stages that the layers are divided into, by bytes: processes of this machine, -tp of them each, or"
+        " GPUs",
         whole(1),
         flags=("-pp", "--pp-size"),
     )
@@ -368,8 +368,6 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
-        if self.device == "cuda":
-            unsupported.check_gpu_stages(self.pipeline_parallel_size)
         unsupported.check_engines_here(self.data_parallel_size, self.data_parallel_size_local)
         nodes_config.check_nodes(self)
         executors.check_executor(self)

@@ -1,8 +1,8 @@
 """vLLM's settings (0.8 to 0.32) that would change answers or promise what is not there: why each is refused, and which
 of their values are not.
 
-Data, the rule of what asks for nothing, and what GPUs have no stages of. Knows neither flags nor files; which settings
-there are is `engine`'s and `server`'s to say.
+Data, and the rule of what asks for nothing. Knows neither flags nor files; which settings there are is `engine`'s and
+`server`'s to say.
 """
 
 from __future__ import annotations
@@ -174,16 +174,4 @@ def check_engines_here(engines: int, local: int | None) -> None:
             needed=f"{engines}, as data_parallel_size",
             fix="leave data_parallel_size_local out",
             field="data_parallel_size_local",
-        )
-
-
-def check_gpu_stages(stages: int) -> None:
-    """Of one engine on GPUs, which has none."""
-    if stages != 1:
-        raise ConfigurationError(
-            f"pipeline_parallel_size is {stages}; layers are not divided into stages on GPUs yet",
-            code=NOT_WITH_RANKS,
-            needed="1 on GPUs",
-            fix="leave pipeline_parallel_size out; stages on a CPU: --device cpu",
-            field="pipeline_parallel_size",
         )

@@ -68,7 +68,6 @@ def test_lengths_as_vllm_spells_them(written: str, tokens: int | None) -> None:
         ),
         ({"logits_processors": ["a.b"]}, "never run"),
         ({"hf_overrides": lambda config: config}, "a function is not supported"),
-        ({"pipeline_parallel_size": 2, "device": "cuda"}, "not divided into stages on GPUs yet"),
         ({"data_parallel_size": 2, "data_parallel_size_local": 1}, "engines are on one machine"),
         ({"data_parallel_size": 2, "data_parallel_rank": 0}, "behind one API"),
         ({"data_parallel_external_lb": True}, "behind one API"),

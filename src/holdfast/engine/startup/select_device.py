@@ -58,8 +58,9 @@ def _settled(config: EngineConfig, here: NvidiaMachine | None, build: TorchBuild
     problem = _problem(machine, torch_build() if build is None else build)
     if problem is None:
         settled = replace(config, device="cuda")
-        if settled.tensor_parallel_size > 1:  # Before anything is fetched: too few GPUs, or GPUs that are not alike.
-            gpus_of_ranks(machine.gpus, settled.tensor_parallel_size)
+        ranks = settled.tensor_parallel_size * settled.pipeline_parallel_size
+        if ranks > 1:  # Before anything is fetched: too few GPUs, or GPUs that are not alike.
+            gpus_of_ranks(machine.gpus, ranks)
         return settled
     if config.device == "cuda" or config.vram is not None:
         raise problem

@@ -13,7 +13,6 @@ from dataclasses import replace
 from holdfast.config.engine import CPU_STEP_TOKENS, GPU_STEP_TOKENS, REFUSED, EngineConfig
 from holdfast.config.parts.offload import MOST_LAYERS
 from holdfast.config.setting import Origin, build
-from holdfast.config.unsupported import check_gpu_stages
 from holdfast.engine_profiles.profile import profile, spelled_release
 from holdfast.errors import ConfigurationError
 from holdfast.footprint.streamed import AHEAD
@@ -171,8 +170,8 @@ def _holdfast_problems(fit: Plan, settings: Mapping[str, object]) -> list[str]:
         written = {name: str(value) for name, value in settings.items()}
         config = build(EngineConfig, written, refused=REFUSED, origin=_spelled)
         if on_gpu:
-            check_gpu_stages(fit.pipeline_parallel)
-            asked = replace(config, device="cuda", tensor_parallel_size=fit.tensor_parallel)
+            sizes = {"tensor_parallel_size": fit.tensor_parallel, "pipeline_parallel_size": fit.pipeline_parallel}
+            asked = replace(config, device="cuda", **sizes)
             refuse_with_ranks(asked, spec, fit.question.model.canonical, compiled_kernels=True)
     except ConfigurationError as error:
         problems.append(f"Holdfast does not support this yet: {error.message}")

@@ -37,7 +37,7 @@ def gpus_of_ranks(
         raise ConfigurationError(
             f"{RANK_GPUS} does not name the GPU of each rank",
             code=TOO_FEW_GPUS,
-            needed=f"{counted(ranks, 'number')} with commas between them, as tensor_parallel_size is {ranks}",
+            needed=f"{counted(ranks, 'number')} with commas between them, for as many ranks (-tp times -pp)",
             found=listed,
             fix=f"{RANK_GPUS}={','.join(map(str, range(ranks)))}",
             field="tensor_parallel_size",
@@ -51,7 +51,7 @@ def gpus_of_ranks(
 
 
 def _too_few(gpus: Sequence[NvidiaGpu], ranks: int) -> ConfigurationError:
-    sizes = "-tp 1" if len(gpus) == 1 else f"-tp 1 to -tp {len(gpus)}"
+    sizes = "-tp 1" if len(gpus) == 1 else f"-tp times -pp of 1 to {len(gpus)}"
     return ConfigurationError(
         f"rank {len(gpus)} has no GPU: {counted(ranks, 'rank')}, and {counted(len(gpus), 'visible GPU')}",
         code=TOO_FEW_GPUS,
@@ -86,7 +86,7 @@ def _require_alike(gpus: Sequence[NvidiaGpu]) -> None:
                 code=NOT_WITH_RANKS,
                 needed="GPUs of one compute capability",
                 found=", ".join(f"{one.name} {'.'.join(map(str, one.capability or ()))}" for one in gpus),
-                fix=f"name GPUs that are alike in {RANK_GPUS}, or leave --tensor-parallel-size out",
+                fix=f"name GPUs that are alike in {RANK_GPUS}, or leave -tp and -pp out",
                 field="tensor_parallel_size",
             )
 
