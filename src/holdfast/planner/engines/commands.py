@@ -170,8 +170,8 @@ def _holdfast_problems(fit: Plan, settings: Mapping[str, object]) -> list[str]:
         written = {name: str(value) for name, value in settings.items()}
         config = build(EngineConfig, written, refused=REFUSED, origin=_spelled)
         if on_gpu:
-            sizes = {"tensor_parallel_size": fit.tensor_parallel, "pipeline_parallel_size": fit.pipeline_parallel}
-            asked = replace(config, device="cuda", **sizes)
+            tensor, pipeline = fit.tensor_parallel, fit.pipeline_parallel
+            asked = replace(config, device="cuda", tensor_parallel_size=tensor, pipeline_parallel_size=pipeline)
             refuse_with_ranks(asked, spec, fit.question.model.canonical, compiled_kernels=True)
     except ConfigurationError as error:
         problems.append(f"Holdfast does not support this yet: {error.message}")
