@@ -136,6 +136,8 @@ def require_named(core: EngineCore) -> None:
     with pytest.raises(EngineDiedError, match=rf"rank 1 \(pid {other}\) has ended: signal SIGKILL"):
         run(core, [prompt(1, 5)], [SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)], between=strike)
     assert 0.9 < time.monotonic() - began_s < 30
+    with pytest.raises(EngineDiedError, match="signal SIGKILL"):
+        core.check_ranks()  # As is asked for while there is nothing to do.
     core.runner.close()
     assert not psutil.pid_exists(other)
 

@@ -407,7 +407,7 @@ def _build_on_gpus(
     built = build_gpu_ranks(config, model.files, model.spec, plan, progress, beat)
     ahead, staged = built.steps_ahead, bool(built.plan.engine.stages)
     scheduler = _scheduler(config, built.plan, steps_ahead=ahead, apart=staged)
-    core = EngineCore(scheduler, built.runner, steps_ahead=ahead, vram=built.vram)
+    core = EngineCore(scheduler, built.runner, steps_ahead=ahead, vram=built.vram, check_ranks=built.runner.check_ranks)
     return core, engine_info(config, model.files, model.spec, built.plan, built.first.runner, built.report)
 
 

@@ -38,6 +38,11 @@ def settle_device(
             "dtype float16: on a CPU no compiled kernel computes in it; torch's are slower, and quantized weights may"
             " be expanded for them; leave dtype out"
         )
+    if settled.device == "cuda" and settled.pipeline_parallel_size > 1:
+        log.warning(
+            "pipeline_parallel_size %d: stages on GPUs have not been run on real hardware yet; compare with one GPU",
+            settled.pipeline_parallel_size,
+        )
     if settled.device == "cuda" and settled.offload_backend == "uva" and not settled.cpu_offload_gb:
         log.warning(
             "offload_backend uva has no effect without --cpu-offload-gb: layers that do not fit on the GPU are streamed"

@@ -25,6 +25,10 @@ class RankedGpuRunner(RankedRunner):
             self._group.check()  # Whose end is the reason.
             raise
 
+    def check_ranks(self) -> None:
+        """Raises where one of the others has ended."""
+        self._group.check()
+
     def close(self) -> None:
         self._joined.give_up()  # Whatever waits on the GPU for ranks that leave.
         super().close()
