@@ -54,7 +54,7 @@ ENGINE: Mapping[str, str] = {
     **_each(_OWN_BALANCER, "data_parallel_rank data_parallel_external_lb data_parallel_multi_port_external_lb"),
     **_each(_ENGINES_HERE, "data_parallel_start_rank data_parallel_backend"),
     **_each("it is called --distributed-executor-backend ray", "worker_use_ray engine_use_ray"),
-    "device_ids": "the first device that CUDA_VISIBLE_DEVICES shows is used",
+    "device_ids": "devices that CUDA_VISIBLE_DEVICES shows are used, by ranks from the first on",
     **_each(_TEXT_ONLY, "mm_encoder_only ec_transfer_config ec_manager_config"),
     "model_class_overrides": "code in a model folder is never run",
     **_each(_NO_CODE, "logits_processors logits_processor_pattern worker_cls worker_extension_cls scheduler_cls "
