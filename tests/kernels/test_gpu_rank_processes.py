@@ -8,6 +8,8 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,18 +36,23 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="its ranks hav
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Tiny, EngineCore, EngineInfo]]:
-    folder = tmp_path_factory.mktemp("ranks")
+Started = tuple[Tiny, EngineCore, EngineInfo]
+
+
+@contextmanager
+def started(folder: Path, staged: bool) -> Iterator[Started]:
     (folder / "model").mkdir()
-    tiny = Tiny(folder / "model", architecture="Llama")
+    tiny = Tiny(folder / "model", architecture="Llama", num_hidden_layers=2 if staged else 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(RANK_GPUS, "0,0")
+        if staged:
+            patch.setenv(fake_rank_gpus.STAGED, "1")
         fake_rank_gpus.install(patch)
         fake_rank_gpus.start_ranks_here(patch, folder)
         config = EngineConfig(
-            model=str(tiny.folder), device="cuda", tensor_parallel_size=2, dtype="float32", max_model_len=96,
-            max_num_seqs=4, max_num_batched_tokens=16, kv_cache_memory_bytes=1 << 20, skip_tokenizer_init=True,
+            model=str(tiny.folder), device="cuda", dtype="float32", max_model_len=96, max_num_seqs=4,
+            max_num_batched_tokens=16, kv_cache_memory_bytes=1 << 20, skip_tokenizer_init=True,
+            **{"pipeline_parallel_size" if staged else "tensor_parallel_size": 2},
         )  # fmt: skip
         model = find_model(config, progress=False, text=False)
         gpu = NvidiaGpu(
@@ -58,8 +65,41 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Tiny, Eng
         core.runner.close()
 
 
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
+    with started(tmp_path_factory.mktemp("ranks"), staged=False) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def stages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
+    with started(tmp_path_factory.mktemp("stages"), staged=True) as found:
+        yield found
+
+
 @pytest.mark.long
-def test_two_processes_start_and_say_what_one_says(engine: tuple[Tiny, EngineCore, EngineInfo]) -> None:
+def test_two_stages_start_and_say_what_one_rank_says(stages: Started) -> None:
+    tiny, core, info = stages
+    assert isinstance(core.runner, RankedGpuRunner)
+    rows = info.memory.ranks
+    assert [row.weights_bytes for row in rows] == [row.planned_weights_bytes for row in rows]
+    assert [(row.device, row.first_layer, row.layers) for row in rows] == [("GPU 0", 0, 1), ("GPU 0", 1, 1)]
+    assert any(line.startswith("stage_lines = CUDA IPC (hardware): ranks of one GPU map") for line in info.decisions)
+    assert not any(line.startswith("all_reduce") for line in info.decisions), "a stage is one rank"
+    prompts = [prompt(1, 18), prompt(2, 3)]
+    found = run(core, prompts, [GREEDY, GREEDY])
+    for one, outputs in zip(prompts, found, strict=True):
+        tiny.assert_greedy(one, tokens_of(outputs))
+
+
+@pytest.mark.long
+def test_a_stage_that_is_killed_while_it_is_awaited_is_named(stages: Started) -> None:
+    """The last test of these stages."""
+    require_named(stages[1])
+
+
+@pytest.mark.long
+def test_two_processes_start_and_say_what_one_says(engine: Started) -> None:
     tiny, core, info = engine
     assert isinstance(core.runner, RankedGpuRunner)
     rows = info.memory.ranks
@@ -74,9 +114,13 @@ def test_two_processes_start_and_say_what_one_says(engine: tuple[Tiny, EngineCor
 
 
 @pytest.mark.long
-def test_a_rank_that_is_killed_while_it_is_awaited_is_named(engine: tuple[Tiny, EngineCore, EngineInfo]) -> None:
-    """The last test of this engine. Stopped first: rank 0 has sent the step, and waits on what stands for the GPU."""
-    _, core, _ = engine
+def test_a_rank_that_is_killed_while_it_is_awaited_is_named(engine: Started) -> None:
+    """The last test of this engine."""
+    require_named(engine[1])
+
+
+def require_named(core: EngineCore) -> None:
+    """Stopped first: rank 0 has sent the step, and waits on what stands for the GPU."""
     assert isinstance(core.runner, RankedGpuRunner)
     [other] = core.runner.pids
     steps = 0
@@ -92,6 +136,8 @@ def test_a_rank_that_is_killed_while_it_is_awaited_is_named(engine: tuple[Tiny, 
     with pytest.raises(EngineDiedError, match=rf"rank 1 \(pid {other}\) has ended: signal SIGKILL"):
         run(core, [prompt(1, 5)], [SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)], between=strike)
     assert 0.9 < time.monotonic() - began_s < 30
+    with pytest.raises(EngineDiedError, match="signal SIGKILL"):
+        core.check_ranks()  # As is asked for while there is nothing to do.
     core.runner.close()
     assert not psutil.pid_exists(other)
 

@@ -16,14 +16,26 @@ import pytest
 import torch
 
 from holdfast.errors import EngineError
+from holdfast.execution.parallel.gpu.lines import LineTo
+from holdfast.execution.parallel.pipeline import PipelineStage
 from holdfast.execution.parallel.segment import Segment, SegmentLayout
 from holdfast.execution.parallel.shared_memory import SharedMemoryCollectives
+from holdfast.footprint.gpu import line_memory_bytes
 from holdfast.units import GIB
 
 CPU = torch.device("cpu")
 HANDLE_BYTES, SLOT_BYTES = 64, 4096
 RANKS, MOST_S = 2, 60.0
+STAGED, LINE_BYTES = "FAKE_RANK_GPUS_STAGED", 1 << 16
+"""Set: ranks are stages."""
 FREE_BYTES, TOTAL_BYTES = 60 * GIB, 80 * GIB
+
+
+def shared_layout() -> SegmentLayout:
+    """Of two ranks of one stage, or of a stage each."""
+    if STAGED not in os.environ:
+        return SegmentLayout(RANKS, SLOT_BYTES)
+    return SegmentLayout(RANKS, SLOT_BYTES, 2, LINE_BYTES, LINE_BYTES)
 
 
 class SharedPeerMemory:
@@ -31,7 +43,7 @@ class SharedPeerMemory:
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.nbytes, self.device = nbytes, device
-        self.segment = Segment(SegmentLayout(RANKS, SLOT_BYTES))
+        self.segment = Segment(shared_layout())
         self.handle = f"/proc/{os.getpid()}/fd/{self.segment.descriptor}".encode().ljust(HANDLE_BYTES, b"\0")
 
     def open_peers(self, handles: Sequence[bytes], rank: int) -> list[int]:
@@ -41,6 +53,59 @@ class SharedPeerMemory:
             place = handles[0].rstrip(b"\0").decode()
             self.segment = Segment(self.segment.layout, os.open(place, os.O_RDWR))
         return [1000 + number for number in range(len(handles))]
+
+    def close(self) -> None: ...
+
+
+class SharedLines:
+    """Between the two stages of CPU ranks, with all that ranks on GPUs ask for beside."""
+
+    def __init__(
+        self,
+        memory: SharedPeerMemory,
+        places: Sequence[int],
+        rank: int,
+        offset: int,
+        before: LineTo | None,
+        behind: LineTo | None,
+        *,
+        limit_s: float,
+    ) -> None:
+        assert places == [1000, 1001]
+        assert (offset, limit_s > 60) == (0, True), "no rank has others in its stage"
+        assert before is not None
+        assert behind is not None
+        assert before.rank == behind.rank == 1 - rank
+        assert memory.nbytes == line_memory_bytes(behind.slot_bytes)
+        self._rank, self._before, self._behind, self._given_up = rank, before, behind, False
+        self._stage = PipelineStage(memory.segment, rank, self._look)
+
+    def put(self, numbers: torch.Tensor) -> None:
+        assert numbers.is_contiguous()
+        assert numbers.nbytes <= self._behind.slot_bytes
+        (self._stage.show if self._rank else self._stage.hand_on)(numbers)
+
+    def take(self, out: torch.Tensor) -> None:
+        assert out.is_contiguous()
+        assert out.nbytes <= self._before.slot_bytes
+        if self._rank:
+            self._stage.take(out)
+        else:
+            self._stage.collect(out, [out.shape[1]])
+
+    def _look(self, waited_s: float) -> None:
+        if waited_s:
+            self.check()
+        assert waited_s < MOST_S, f"rank {self._rank} waits for ever"
+
+    def limit(self, limit_s: float) -> None: ...
+
+    def check(self) -> None:
+        if self._given_up:
+            raise EngineError("the ranks of this engine do not wait for one another any more: one of them has ended")
+
+    def give_up(self) -> None:
+        self._given_up = True
 
     def close(self) -> None: ...
 
@@ -97,6 +162,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(rank, "open_device", lambda uuid: CPU)
     patch.setattr(rank, "PeerMemory", SharedPeerMemory)
     patch.setattr(rank, "ExchangeCollectives", SharedExchange)
+    patch.setattr(rank, "ExchangeLines", SharedLines)
     patch.setattr(accounting, "process_bytes", lambda uuid, pid: GIB)
     for name, answer in (("mem_get_info", (FREE_BYTES, TOTAL_BYTES)), ("synchronize", None), ("empty_cache", None),
                          ("reset_peak_memory_stats", None), ("memory_allocated", 0),
@@ -106,14 +172,14 @@ def install(patch: pytest.MonkeyPatch) -> None:
 
 def start_ranks_here(patch: pytest.MonkeyPatch, folder: Path) -> None:
     """Other ranks are this file instead of entry.py."""
-    from holdfast.engine.ranks import group
+    from holdfast.engine.ranks import children
 
     program = folder / "rank"
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{__file__}" "$@"\n')
     program.chmod(0o755)
     path = os.pathsep.join(one for one in sys.path if one)
     patch.setenv("PYTHONPATH", path)
-    patch.setattr(group, "sys", SimpleNamespace(executable=str(program)))
+    patch.setattr(children, "sys", SimpleNamespace(executable=str(program)))
 
 
 def main() -> Any:

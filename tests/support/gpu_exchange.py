@@ -26,15 +26,16 @@ ROUNDING = {torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.
 
 
 class ExchangeProcesses:
-    """`size` ranks on GPU 0. `together(function, ...)` runs it as function(collectives, rank, size, ...) in each."""
+    """`size` ranks on GPU 0. `together(function, ...)` runs it as function(collectives, rank, size, ...) in each.
+    `staged`: two stages of one rank each, and what they have are lines."""
 
-    def __init__(self, folder: Path, size: int = 2, *, limit_s: float = 60.0) -> None:
+    def __init__(self, folder: Path, size: int = 2, *, limit_s: float = 60.0, staged: bool = False) -> None:
         context = multiprocessing.get_context("spawn")
         self._logs = [folder / f"rank-{size}-{rank}.log" for rank in range(size)]
         self._connections, self._processes = list[Connection](), list[Any]()
         for rank, log in enumerate(self._logs):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_main, args=(rank, size, theirs, str(log), limit_s), daemon=True)
+            process = context.Process(target=_main, args=(rank, size, theirs, str(log), limit_s, staged), daemon=True)
             process.start()
             theirs.close()
             self._connections.append(ours)
@@ -81,7 +82,7 @@ class ExchangeProcesses:
                 process.join()
 
 
-def _main(rank: int, size: int, connection: Connection, log: str, limit_s: float) -> None:
+def _main(rank: int, size: int, connection: Connection, log: str, limit_s: float, staged: bool) -> None:
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -89,17 +90,24 @@ def _main(rank: int, size: int, connection: Connection, log: str, limit_s: float
     faulthandler.enable()
     faulthandler.dump_traceback_later(START_S + ANSWER_S, repeat=True)
     from holdfast.execution.parallel.gpu.exchange import ExchangeCollectives
+    from holdfast.execution.parallel.gpu.lines import ExchangeLines, LineTo
     from holdfast.execution.parallel.gpu.peer_memory import PeerMemory
-    from holdfast.footprint.gpu import exchange_memory_bytes
+    from holdfast.footprint.gpu import exchange_memory_bytes, line_memory_bytes
 
     try:
         device = torch.device("cuda", 0)
         torch.cuda.set_device(device)
-        memory = PeerMemory(exchange_memory_bytes(SLOT_BYTES), device)
+        offset = exchange_memory_bytes(SLOT_BYTES)
+        memory = PeerMemory(offset + (line_memory_bytes(LINE_SLOT_BYTES) if staged else 0), device)
         connection.send(("done", memory.handle))
         places = memory.open_peers(connection.recv(), rank)
         print(f"rank {rank}: memory at {[hex(place) for place in places]}")
-        collectives = ExchangeCollectives(memory, places, rank, SLOT_BYTES, limit_s=limit_s)
+        collectives: Any
+        if staged:
+            other = LineTo(1 - rank, LINE_SLOT_BYTES)
+            collectives = ExchangeLines(memory, places, rank, offset, other, other, limit_s=limit_s)
+        else:
+            collectives = ExchangeCollectives(memory, places, rank, SLOT_BYTES, limit_s=limit_s)
         connection.send(("done", None))
     except BaseException:
         connection.send(("failed", traceback.format_exc()))
@@ -195,6 +203,97 @@ def broadcasts(collectives: Any, rank: int, size: int, count: int) -> None:
         torch.cuda.synchronize()
         collectives.check()
         assert torch.equal(x.cpu(), told), f"{kind} x {count}: {x.cpu()[:8].tolist()}"
+
+
+LINE_SLOT_BYTES = 1 << 20
+
+
+def lines(collectives: Any, rank: int, size: int, times: int) -> float:
+    """Two stages: what the first hands on comes to the second, whose answer comes back, in their order and to the bit;
+    two are handed on before the first answer is taken. All of it in a graph too, which goes on counting. Returns
+    seconds."""
+    kinds, counts = (torch.float32, torch.bfloat16, torch.float16), (1, 7, 1003, 250_000)
+    sent = dict[tuple[int, int], torch.Tensor]()
+    for seed, kind in enumerate(kinds):
+        for count in counts:
+            for turn in range(3):
+                sent[seed, 3 * count + turn] = numbers(0, count, kind, 100 * seed + turn).cuda()
+    for (seed, key), told in sent.items():
+        count = len(told)
+        around, inside = _guarded(torch.zeros(count, dtype=told.dtype), 0)
+        if rank == 0:
+            collectives.put(told)
+            collectives.put(told * 2)
+            for times_two in (2, 4):
+                collectives.take(inside)
+                torch.cuda.synchronize()
+                collectives.check()
+                assert torch.equal(inside, told * times_two), f"{kinds[seed]} x {count}, turn {key % 3}"
+        else:
+            for _ in range(2):
+                collectives.take(inside)
+                collectives.put(inside * 2)
+            torch.cuda.synchronize()
+            collectives.check()
+        _require_guard(around, 0, count, f"{kinds[seed]} x {count}")
+    turn, x = torch.zeros(1, device="cuda"), torch.zeros(5000, device="cuda")
+    total = torch.zeros(5000, dtype=torch.float64, device="cuda")
+
+    def step() -> None:
+        turn.add_(1)
+        if rank == 0:
+            x.copy_(turn.expand(5000))
+            collectives.put(x)
+        else:
+            collectives.take(x)
+            x.mul_(3)
+            collectives.put(x)
+
+    def answer() -> None:
+        if rank == 0:
+            collectives.take(x)
+            total.add_(x)
+
+    step()
+    answer()
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        graph.capture_begin(capture_error_mode="thread_local")
+        step()
+        graph.capture_end()
+    torch.cuda.synchronize()
+    began_s = time.monotonic()
+    graph.replay()
+    for _ in range(times - 1):  # The next is handed on before the answer of the one before is taken.
+        graph.replay()
+        answer()
+    answer()
+    torch.cuda.synchronize()
+    took_s = time.monotonic() - began_s
+    collectives.check()
+    turns = (times + 1) * (times + 2) // 2
+    assert float(turn) == times + 1
+    if rank == 0:
+        assert total.eq(3 * turns).all(), f"{total[:4].tolist()} and not {3 * turns}"
+    return took_s
+
+
+def unanswered(collectives: Any, rank: int, size: int, limit_s: float) -> tuple[str, float]:
+    """Rank 1 hands nothing on: what rank 0 says, and after how long."""
+    if rank:
+        time.sleep(limit_s + 1.0)
+        return "", 0.0
+    collectives.limit(limit_s)
+    x, began_s = torch.ones(5000, device="cuda"), time.monotonic()
+    collectives.take(x)
+    torch.cuda.synchronize()
+    took_s = time.monotonic() - began_s
+    try:
+        collectives.check()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", took_s
+    return "nothing", took_s
 
 
 def replays(collectives: Any, rank: int, size: int, times: int) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -329,16 +328,16 @@ class EngineConfig:
     )
     tensor_parallel_size: int = setting(
         1,
-        "number of ranks to split each layer over: processes of this machine, which share its cores; on GPUs only 1"
-        " so far: more are not proven there",
+        "number of ranks to split each layer over: processes of this machine, which share its cores, or have a GPU"
+        " each",
         whole(1),
         flags=("-tp", "--tp-size", "--tensor-parallel"),
     )
     disable_custom_all_reduce: bool = executors.disable_custom_all_reduce_setting()
     pipeline_parallel_size: int = setting(
         1,
-        "number of stages that the layers are divided into, by bytes: processes of this machine, -tp of them each; on"
-        " GPUs only 1",
+        "number of stages that the layers are divided into, by bytes: processes of this machine, -tp of them each, or"
+        " GPUs",
         whole(1),
         flags=("-pp", "--pp-size"),
     )
@@ -369,8 +368,6 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
-        if self.device == "cuda":
-            unsupported.check_gpu_ranks(self.tensor_parallel_size, self.pipeline_parallel_size, os.environ)
         unsupported.check_engines_here(self.data_parallel_size, self.data_parallel_size_local)
         nodes_config.check_nodes(self)
         executors.check_executor(self)

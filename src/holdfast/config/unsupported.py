@@ -1,8 +1,8 @@
 """vLLM's settings (0.8 to 0.32) that would change answers or promise what is not there: why each is refused, and which
 of their values are not.
 
-Data, the rule of what asks for nothing, and ranks on GPUs, which are there and not proven. Knows neither flags nor
-files; which settings there are is `engine`'s and `server`'s to say.
+Data, and the rule of what asks for nothing. Knows neither flags nor files; which settings there are is `engine`'s and
+`server`'s to say.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from holdfast.errors import ConfigurationError
 
 NOT_WITH_RANKS = "HF138"
 RANK_GPUS = "HOLDFAST_RANK_GPUS"
-"""The visible GPU of each rank, by its place: 0,1. One may be named for several ranks, which then share it: that shows
-whether they are right, and is slow. No setting: it opens what is refused without it."""
-UNPROVEN_RANKS = "ranks on GPUs are not proven: they have not been run on real hardware by us"
+"""The visible GPU of each rank, by its place: 0,1, which is what ranks have without it. One may be named for several
+ranks, which then share it: that shows whether they are right, and is slow. No setting: it is about this machine."""
 
 _NOT_DIVIDED = "contexts are not divided over devices, and the number of ranks stays as it is"
 _ENGINES_HERE = "engines of -dp are processes of this machine, numbered from 0"
@@ -55,7 +54,7 @@ ENGINE: Mapping[str, str] = {
     **_each(_OWN_BALANCER, "data_parallel_rank data_parallel_external_lb data_parallel_multi_port_external_lb"),
     **_each(_ENGINES_HERE, "data_parallel_start_rank data_parallel_backend"),
     **_each("it is called --distributed-executor-backend ray", "worker_use_ray engine_use_ray"),
-    "device_ids": "the first device that CUDA_VISIBLE_DEVICES shows is used",
+    "device_ids": "devices that CUDA_VISIBLE_DEVICES shows are used, by ranks from the first on",
     **_each(_TEXT_ONLY, "mm_encoder_only ec_transfer_config ec_manager_config"),
     "model_class_overrides": "code in a model folder is never run",
     **_each(_NO_CODE, "logits_processors logits_processor_pattern worker_cls worker_extension_cls scheduler_cls "
@@ -175,24 +174,4 @@ def check_engines_here(engines: int, local: int | None) -> None:
             needed=f"{engines}, as data_parallel_size",
             fix="leave data_parallel_size_local out",
             field="data_parallel_size_local",
-        )
-
-
-def check_gpu_ranks(ranks: int, stages: int, environment: Mapping[str, str]) -> None:
-    """Of one engine on GPUs: it has no stages, and several ranks where RANK_GPUS names their GPUs."""
-    if stages != 1:
-        raise ConfigurationError(
-            f"pipeline_parallel_size is {stages}; layers are not divided into stages on GPUs yet",
-            code=NOT_WITH_RANKS,
-            needed="1 on GPUs",
-            fix="leave pipeline_parallel_size out; stages on a CPU: --device cpu",
-            field="pipeline_parallel_size",
-        )
-    if ranks != 1 and RANK_GPUS not in environment:
-        raise ConfigurationError(
-            f"tensor_parallel_size is {ranks}; {UNPROVEN_RANKS}",
-            code=NOT_WITH_RANKS,
-            needed=f"1 on a GPU; {RANK_GPUS}={','.join(map(str, range(ranks)))} tries it all the same",
-            fix="leave tensor_parallel_size out; ranks on a CPU: --device cpu",
-            field="tensor_parallel_size",
         )

@@ -67,6 +67,10 @@ EXCHANGE_BLOCKS = 32
 """Of a kernel that adds up what several ranks have computed."""
 EXCHANGE_WORDS_BYTES = 2 * EXCHANGE_BLOCKS * 16 * 4
 """By which such blocks wait for one another, two for each of up to 16 ranks."""
+MOST_EXCHANGE_RANKS = 8
+"""That read one another's memory: with more, NCCL's rings are the better way."""
+LINE_WORDS_BYTES = 4096
+"""By which a rank and those of the stages before and behind it wait for one another."""
 MOST_EXCHANGE_BYTES = 8 * MIB
 """That a rank shows the others at a time; what is larger goes in pieces, or another way."""
 KINDS_OF_WORK = 3
@@ -105,6 +109,11 @@ def exchange_slot_bytes(hidden: int, tokens: int, widest_vocab: int, *, dtype: s
 def exchange_memory_bytes(slot_bytes: int) -> int:
     """That each rank lets the others read: one slot is filled while another may still be read."""
     return EXCHANGE_WORDS_BYTES + 2 * slot_bytes
+
+
+def line_memory_bytes(slot_bytes: int) -> int:
+    """Beside that, of a rank that hands on to another stage what a slot holds: one is filled while another is read."""
+    return LINE_WORDS_BYTES + 2 * slot_bytes
 
 
 def beside_ranks_bytes(spec: ModelSpec, limits: Limits, vocab_rows: int, *, dtype: str) -> int:

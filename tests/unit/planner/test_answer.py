@@ -433,8 +433,11 @@ def test_replicas_are_counted(ask: Ask) -> None:
 
 
 def test_only_what_that_engine_runs_is_offered_for_it(ask: Ask) -> None:
-    """Holdfast has one GPU: eight of them are no remedy for it. The best is the one whose command is printed."""
-    question = ask("llama-3.1-70b", "rtx4090")
+    """Holdfast has no adapters on several GPUs: more of them are no remedy for it then. The best is the one whose
+    command is printed."""
+    several = answer(ask("llama-3.1-70b", "rtx4090"), engine="holdfast")
+    assert {"more_gpus", "bigger_gpu"} <= {way.kind for way in several.ways_out}
+    question = ask("llama-3.1-70b", "rtx4090", max_loras=1, max_lora_rank=16)
     assert {"more_gpus", "bigger_gpu"} <= {way.kind for way in answer(question, engine="vllm").ways_out}
     found = answer(question, engine="holdfast")
     assert "more_gpus" not in {way.kind for way in found.ways_out}

@@ -159,14 +159,23 @@ def test_holdfast_is_not_offered_where_it_has_no_kernels(ask: Ask, gpu: str, why
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"tensor_parallel": 2}, "ranks on GPUs are not proven"),
-        ({"pipeline_parallel": 2}, "layers are not divided into stages on GPUs yet"),
+        (
+            {"tensor_parallel": 2, "max_loras": 1, "max_lora_rank": 16},
+            "LoRA adapters are not divided among ranks on GPUs",
+        ),
     ],
 )
-def test_holdfast_is_not_offered_on_several_gpus(ask: Ask, settings: dict[str, object], why: str) -> None:
+def test_holdfast_is_not_offered_where_its_start_refuses(ask: Ask, settings: dict[str, object], why: str) -> None:
     command = commands(fit(ask("llama-3.2-1b", "h100-80", count=2, **settings)), sequences=4)["holdfast"]
     assert not command.available
     assert why in " ".join(command.notes)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "pipeline"])
+def test_holdfast_is_offered_on_several_gpus(ask: Ask, kind: str) -> None:
+    command = commands(fit(ask("llama-3.2-1b", "h100-80", count=2, **{f"{kind}_parallel": 2})), sequences=4)["holdfast"]
+    assert command.available
+    assert f"--{kind}-parallel-size 2" in command.text
 
 
 def test_names_with_spaces_and_worse_are_quoted(ask: Ask) -> None:

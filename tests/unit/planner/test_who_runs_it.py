@@ -36,8 +36,11 @@ def test_the_exit_code_is_of_the_engine_that_was_asked_for(
     assert found["lacks"] == found["command_notes"][engine.partition("==")[0]]["lacks"]
 
 
-def test_several_gpus_are_not_this_engines_yet(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "llama-3.1-70b", "--gpu", "h100-80x4", "--for", "holdfast", "--brief"]) == 1
+def test_several_gpus_are_this_engines_too_but_not_for_all(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "llama-3.1-70b", "--gpu", "h100-80x4", "--for", "holdfast", "--brief"]
+    assert main(asked) == 0
+    assert "--tensor-parallel-size 4" in capsys.readouterr().out
+    assert main([*asked, "--kv-cache-dtype", "fp8"]) == 1
     said = " ".join(capsys.readouterr().out.split())
     assert "fits, but Holdfast does not support this yet: tensor_parallel_size is" in said
 

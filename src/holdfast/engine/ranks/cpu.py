@@ -132,8 +132,10 @@ def measured(rank: LoadedRank, profile: ProfileRun) -> Measured:
 
 def segment_layout(engine: EngineChoices) -> SegmentLayout:
     """Of the memory that the ranks of this plan share. Ranks on GPUs have plans and orders there, and no numbers."""
-    stages, slot_bytes = max(1, len(engine.stages)), SLOT_PAGE_BYTES if engine.rank_gpus else engine.slot_bytes
-    return SegmentLayout(engine.rank_count, slot_bytes, stages, engine.stream_bytes, engine.answer_bytes)
+    if engine.rank_gpus:
+        return SegmentLayout(engine.rank_count, SLOT_PAGE_BYTES)
+    stages = max(1, len(engine.stages))
+    return SegmentLayout(engine.rank_count, engine.slot_bytes, stages, engine.stream_bytes, engine.answer_bytes)
 
 
 def threads_of(cores: int, size: int, rank: int) -> int:

@@ -332,9 +332,10 @@ class RankGroup:
 
 
 def _wants_store(config: EngineConfig, plan: Plan) -> bool:
-    """Whether ranks find one another by a port: for gloo, or for NCCL, which has no two ranks on one GPU."""
+    """Whether ranks find one another by a port: for gloo, or for NCCL, which has no two ranks on one GPU, and no
+    stages."""
     uuids = [gpu.uuid for gpu in plan.engine.rank_gpus]
-    return len(set(uuids)) == len(uuids) if uuids else config.disable_custom_all_reduce
+    return len(set(uuids)) == len(uuids) and not plan.engine.stages if uuids else config.disable_custom_all_reduce
 
 
 def _await_end(ranks: Sequence[RankHandle], timeout_s: float) -> list[bool]:

@@ -19,6 +19,7 @@ from holdfast.engine.ranks.runner import RankedRunner
 from holdfast.engine.startup.kv_scales import find_kv_scales
 from holdfast.errors import EngineDiedError
 from holdfast.execution.kv_scales import KVScales
+from holdfast.execution.parallel.rank_link import RankLink
 from holdfast.execution.parallel.sockets.gloo import GlooCollectives
 from holdfast.execution.runner import Runner
 from holdfast.models import ModelSpec
@@ -168,6 +169,7 @@ def load_ranks(
         group.check()
         progress("load", done, total)
 
+    assert isinstance(group.link, RankLink), "ranks on GPUs are built by gpu/together.py"
     try:
         first = load_rank(
             config,

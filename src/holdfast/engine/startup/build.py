@@ -405,8 +405,9 @@ def _build_on_gpus(
     from holdfast.engine.ranks.gpu.together import build_gpu_ranks
 
     built = build_gpu_ranks(config, model.files, model.spec, plan, progress, beat)
-    scheduler = _scheduler(config, built.plan, steps_ahead=1)
-    core = EngineCore(scheduler, built.runner, steps_ahead=1, vram=built.vram)
+    ahead, staged = built.steps_ahead, bool(built.plan.engine.stages)
+    scheduler = _scheduler(config, built.plan, steps_ahead=ahead, apart=staged)
+    core = EngineCore(scheduler, built.runner, steps_ahead=ahead, vram=built.vram, check_ranks=built.runner.check_ranks)
     return core, engine_info(config, model.files, model.spec, built.plan, built.first.runner, built.report)
 
 

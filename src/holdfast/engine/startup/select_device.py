@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from holdfast.config import EngineConfig
 from holdfast.config.parts.offload import offload_request
-from holdfast.config.unsupported import UNPROVEN_RANKS
 from holdfast.errors import ConfigurationError
 from holdfast.footprint.gpu import LEAST_CAPABILITY
 from holdfast.hardware import processor
 from holdfast.hardware.nvidia import NvidiaMachine, probe
 from holdfast.hardware.torch_build import TorchBuild, torch_build
 from holdfast.planner.serve.gpu_plan import too_old
+from holdfast.planner.serve.gpu_ranks import gpus_of_ranks
 from holdfast.planner.sizing.dtype import asked_type
 from holdfast.records.sampling import MAX_LOGPROBS, WHOLE_VOCABULARY
 
@@ -38,8 +38,11 @@ def settle_device(
             "dtype float16: on a CPU no compiled kernel computes in it; torch's are slower, and quantized weights may"
             " be expanded for them; leave dtype out"
         )
-    if settled.device == "cuda" and settled.tensor_parallel_size > 1:
-        log.warning("tensor_parallel_size %d: %s", settled.tensor_parallel_size, UNPROVEN_RANKS)
+    if settled.device == "cuda" and settled.pipeline_parallel_size > 1:
+        log.warning(
+            "pipeline_parallel_size %d: stages on GPUs have not been run on real hardware yet; compare with one GPU",
+            settled.pipeline_parallel_size,
+        )
     if settled.device == "cuda" and settled.offload_backend == "uva" and not settled.cpu_offload_gb:
         log.warning(
             "offload_backend uva has no effect without --cpu-offload-gb: layers that do not fit on the GPU are streamed"
@@ -59,7 +62,11 @@ def _settled(config: EngineConfig, here: NvidiaMachine | None, build: TorchBuild
         return replace(config, device="cpu")  # With --vram the plan says what to set instead.
     problem = _problem(machine, torch_build() if build is None else build)
     if problem is None:
-        return replace(config, device="cuda")
+        settled = replace(config, device="cuda")
+        ranks = settled.tensor_parallel_size * settled.pipeline_parallel_size
+        if ranks > 1:  # Before anything is fetched: too few GPUs, or GPUs that are not alike.
+            gpus_of_ranks(machine.gpus, ranks)
+        return settled
     if config.device == "cuda" or config.vram is not None:
         raise problem
     log.warning("using the CPU: %s", problem)

@@ -26,6 +26,7 @@ from holdfast.execution.gpu.slots import DeviceSlots
 from holdfast.execution.kv_scales import KVScales
 from holdfast.execution.layers.rope import rotaries
 from holdfast.execution.parallel.gpu.share import GpuRankShare
+from holdfast.execution.parallel.gpu.stage import GpuStage
 from holdfast.execution.streaming.device_layers import DeviceLayers
 from holdfast.execution.triton_kernels import layer as kernels
 from holdfast.execution.weights.decoder_weights import LayerWeights, Norm, Weights
@@ -79,10 +80,11 @@ class GpuDecoder:
         adapters: GpuAdapters | None = None,
         beat: Callable[[], None] | None = None,
         share: GpuRankShare | None = None,
+        stage: GpuStage | None = None,
     ) -> None:
         """`beat`: called while the host waits for a layer that comes from a disk. `share`: of a model that several
-        ranks compute; spec, weights and layout are this rank's."""
-        self.spec, self._slots, self._beat, self._share = spec, slots, beat, share
+        ranks compute; spec, weights and layout are this rank's. `stage`: of one whose layers are on several in turn."""
+        self.spec, self._slots, self._beat, self._share, self._stage = spec, slots, beat, share, stage
         self._places = {
             layer: (group.index, place) for group in layout.groups for place, layer in enumerate(group.layers)
         }
@@ -161,15 +163,10 @@ class GpuDecoder:
         for rotary, angles in zip(self._rotaries, self._angles, strict=True):
             if len(rotary.frequencies):
                 kernels.fill_cos_sin(rows.positions, rotary.frequencies, rotary.magnitude, angles[:count])
-        of_file = None if self.streamed is None else self.streamed.embedding_rows
-        if self._share is not None:
-            self._share.embed(self._embed, self._slots.tokens, rows.slots, rows.positions, stream[:count])
-        elif of_file is None:
-            self._embed.embed(self._slots.tokens, rows.slots, rows.positions, stream[:count])
+        if self._stage is None or self._stage.is_first:
+            self._begin_stream(rows, stream[:count])
         else:
-            of_file.embed(self._slots.tokens, rows.slots, rows.positions, stream[:count], self._beat)
-        if self._embedding_scale != 1.0:
-            stream[:count].mul_(self._embedding_scale)
+            self._stage.take(stream[:count])
         if self.experts is not None:
             self.experts.slots = rows.slots
         heads_apart = self.spec.decoder.query_key_norm == "head"
@@ -202,7 +199,20 @@ class GpuDecoder:
             self._feed(layer, stream)
             if streamed is not None:
                 streamed.end(index)
+        if self._stage is not None and not self._stage.is_last:
+            self._stage.hand_on(stream[:count])
         return stream
+
+    def _begin_stream(self, rows: DeviceRows, stream: torch.Tensor) -> None:
+        of_file = None if self.streamed is None else self.streamed.embedding_rows
+        if self._share is not None:
+            self._share.embed(self._embed, self._slots.tokens, rows.slots, rows.positions, stream)
+        elif of_file is None:
+            self._embed.embed(self._slots.tokens, rows.slots, rows.positions, stream)
+        else:
+            of_file.embed(self._slots.tokens, rows.slots, rows.positions, stream, self._beat)
+        if self._embedding_scale != 1.0:
+            stream.mul_(self._embedding_scale)
 
     @property
     def product_decisions(self) -> list[Decision]:
@@ -339,5 +349,6 @@ class GpuDecoder:
             norm = self._layers[self.host_mlps.candidates[0]].weights.mlp_norm
             weight = norm.weight if self._norms_in_mlp(norm) and norm is not None else None
             HostedGpuMlp.load_kernels(self._stream[:1], weight, self.spec.norm_eps, self._normed[:1])
-        for size in padded_sizes(self._most_sampling):
+        last = self._stage is None or self._stage.is_last  # Others have no head.
+        for size in padded_sizes(self._most_sampling) if last else ():
             self._score(self._sampling[:size], logits[:size])

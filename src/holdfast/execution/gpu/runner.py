@@ -37,6 +37,7 @@ from holdfast.execution.layers.pooling import vectors
 from holdfast.execution.lora.slots import LoraLimits
 from holdfast.execution.parallel.gpu.following_sampler import FollowingSampler
 from holdfast.execution.parallel.gpu.share import GpuRankShare
+from holdfast.execution.parallel.gpu.stage import GpuStage
 from holdfast.execution.profile_run import heaviest_plan
 from holdfast.execution.tiers.gpu import GpuPageCopies
 from holdfast.execution.triton_kernels.tiles import prefill_tile_tokens
@@ -72,10 +73,11 @@ class GpuRunner(MovableWeights):
         lora: LoraLimits | None = None,
         beat: Callable[[], None] | None = None,
         share: GpuRankShare | None = None,
+        stage: GpuStage | None = None,
     ) -> None:
         """`share`: of a model that several ranks compute; spec, weights and layout are this rank's. Only the first
-        samples."""
-        self._share = share
+        samples. `stage`: of one whose layers are on several in turn: see parallel/gpu/staged_runner.py."""
+        self._share, self._stage = share, stage
         self.spec, self.layout, self.limits, self.device = spec, layout, limits, device
         self.kv_dtype = kv_dtype or weights.dtype
         super().__init__(weights)
@@ -88,10 +90,12 @@ class GpuRunner(MovableWeights):
         self._forms = BatchBuilder(limits, device, tile_tokens, layout.block_tokens)
         self._adapters = None if lora is None else GpuAdapters(spec, lora, limits, weights.dtype, device)
         self._decoder: GpuDecoder | None = GpuDecoder(
-            spec, weights, layout, limits, self._slots, device, self._adapters, beat, share
+            spec, weights, layout, limits, self._slots, device, self._adapters, beat, share, stage
         )
-        rows, vocab = limits.max_num_seqs, spec.vocab_size if self._samples else 0
-        self._logits = torch.empty((rows, vocab), dtype=weights.dtype, device=device)
+        rows, vocab = limits.max_num_seqs, spec.vocab_size
+        shows = stage is not None and stage.shows
+        columns = vocab if self._samples or shows else 0
+        self._logits = torch.empty((rows, columns), dtype=weights.dtype, device=device)
         self._sampler: DeviceSampler | FollowingSampler
         if self._samples:
             lanes, tokens = sampling_lanes(rows), limits.max_num_batched_tokens
@@ -115,11 +119,13 @@ class GpuRunner(MovableWeights):
         self._most_captured = max((size for size in padded_sizes(rows) if padded(size, most) <= few), default=0)
         graphs = graphs and self._decoder.streamed is None
         around = None if experts is None else self._decoder.step
-        shared = share is not None
+        shared = share is not None or stage is not None
         self._graphs = DecodeGraphs(rows, self._run_decode, device, around, shared=shared) if graphs and pin else None
 
     @property
     def _samples(self) -> bool:
+        if self._stage is not None:
+            return self._stage.samples
         return self._share is None or self._share.samples
 
     @property

@@ -54,7 +54,14 @@ class DeviceSlots:
             write(table + entry.slot * self._blocks + entry.first, entry.blocks)
         if not places:
             return
-        all_places, all_values = numpy.concatenate(places), numpy.concatenate(values)
+        self._write(numpy.concatenate(places), numpy.concatenate(values))
+
+    def put_tokens(self, slots: Sequence[int], positions: Sequence[int], tokens: Sequence[int]) -> None:
+        """Sampled by another rank, for one that looks embeddings up."""
+        places = numpy.array(slots, dtype=numpy.int32) * self._width + numpy.array(positions, dtype=numpy.int32)
+        self._write(places.astype(numpy.int32), numpy.array(tokens, dtype=numpy.int32))
+
+    def _write(self, all_places: Words, all_values: Words) -> None:
         for first in range(0, len(all_places), UPDATE_WORDS):
             part = slice(first, first + UPDATE_WORDS)
             at, what = self._updates.send([all_places[part], all_values[part]])

@@ -13,7 +13,6 @@ from dataclasses import replace
 from holdfast.config.engine import CPU_STEP_TOKENS, GPU_STEP_TOKENS, REFUSED, EngineConfig
 from holdfast.config.parts.offload import MOST_LAYERS
 from holdfast.config.setting import Origin, build
-from holdfast.config.unsupported import check_gpu_ranks
 from holdfast.engine_profiles.profile import profile, spelled_release
 from holdfast.errors import ConfigurationError
 from holdfast.footprint.streamed import AHEAD
@@ -43,6 +42,7 @@ from holdfast.planner.fit.search import fit as fit_again
 from holdfast.planner.inputs.question import PlannedModel
 from holdfast.planner.models.model_sources import ModelSource, holdfast_source, llama_source, near_gguf, torch_source
 from holdfast.planner.models.quantize import as_plain, quantized_as
+from holdfast.planner.serve.ranks import refuse_with_ranks
 from holdfast.planner.sizing.dtype import is_fp8
 from holdfast.units import GIB, MIB, format_bytes
 
@@ -167,15 +167,16 @@ def _holdfast_problems(fit: Plan, settings: Mapping[str, object]) -> list[str]:
     spec, problems = fit.question.model.spec, []
     on_gpu = fit.question.machine.kind == "gpu"
     try:
-        build(EngineConfig, {name: str(value) for name, value in settings.items()}, refused=REFUSED, origin=_spelled)
-        if on_gpu:  # Whatever the environment here allows: a command is run elsewhere too.
-            check_gpu_ranks(fit.tensor_parallel, fit.pipeline_parallel, environment={})
+        written = {name: str(value) for name, value in settings.items()}
+        config = build(EngineConfig, written, refused=REFUSED, origin=_spelled)
+        if on_gpu:
+            tensor, pipeline = fit.tensor_parallel, fit.pipeline_parallel
+            asked = replace(config, device="cuda", tensor_parallel_size=tensor, pipeline_parallel_size=pipeline)
+            refuse_with_ranks(asked, spec, fit.question.model.canonical, compiled_kernels=True)
     except ConfigurationError as error:
         problems.append(f"Holdfast does not support this yet: {error.message}")
     if fit.question.settings.expert_parallel and fit.question.settings.data_parallel > 1 and on_gpu:
         problems.append("Holdfast does not divide experts over engines yet: each of -dp has the whole model")
-    if fit.question.settings.expert_parallel and fit.tensor_parallel > 1 and on_gpu:
-        problems.append("Holdfast deals whole experts out among ranks on a CPU alone so far")
     lacking = lacks_engine("holdfast", [rank.device.gpu for rank in fit.ranks])
     if lacking is not None:
         problems.append(lacking)

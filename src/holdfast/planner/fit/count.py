@@ -29,6 +29,7 @@ from holdfast.footprint.streamed import (
     streamed_layers,
 )
 from holdfast.models import ModelSpec
+from holdfast.models.stages import rank_spec
 from holdfast.planner.compat.vllm_overhead import links_bytes
 from holdfast.planner.compat.vllm_weights import beside_weights, expert_kernel
 from holdfast.planner.fit.result import Plan, Rank, device_budget, needed_bytes
@@ -197,11 +198,14 @@ def _engine_share(question: Question, device: Device, limits: Limits, held: int)
     weights, largest = engine_weights(Same(model)), _largest_quantized(Same(model))
     capability = None if device.gpu is None else device.gpu.compute_capability
     ranked: tuple[Term, ...] = ()
-    if settings.ranks > 1 and weights is not None:
-        shares = gpu_rank_shares(Same(weights), settings.ranks, dtype=dtype)
-        held = max(shares.rank_weights(dtype=dtype))
-        spec, ranked = shares.weights[0].spec, shares.gpu_terms(limits, dtype=dtype)  # The first has most.
     layout = cpu.kv_layout(spec, block_tokens=settings.block_tokens, kv_dtype=kv_dtype(question, 1))
+    if settings.ranks * settings.stages > 1 and weights is not None:
+        shares = gpu_rank_shares(Same(weights), settings.ranks, settings.stages, dtype=dtype)
+        held = max(shares.rank_weights(dtype=dtype))
+        layout = shares.gpu_kv_layout(block_tokens=settings.block_tokens, kv_dtype=kv_dtype(question, 1))
+        # The first place has most; of stages all layers, any of which may be the widest.
+        spec = rank_spec(spec, None, shares.shards[0] if shares.shards else None)
+        ranked = shares.gpu_terms(limits, dtype=dtype)
     found = byte_terms.engine_gpu_terms(
         spec,
         limits,
@@ -366,7 +370,7 @@ def stored_bytes(question: Question, tensor_parallel: int, stage: int) -> int:
 def cannot_hold_weights(question: Question) -> bool:
     """All GPUs together have less than the weights take, whatever the split: nothing else needs to be counted."""
     devices, utilization = question.machine.devices, question.utilization
-    if question.machine.kind != "gpu" or question.settings.ranks > 1:
+    if question.machine.kind != "gpu" or question.settings.ranks * question.settings.stages > 1:
         return False
     settings = question.settings
     together = settings.data_parallel if settings.expert_parallel else 1  # Replicas divide experts among them.

@@ -175,9 +175,10 @@ class Settings:
     offload: OffloadRequest = NO_REQUEST
     """What was asked for of layers that do not stay on a GPU."""
     ranks: int = 1
-    """Processes that compute the model together on this CPU, each with its share of every layer."""
+    """Processes that compute the model together on this CPU, or on GPUs that are alike, each with its share of every
+    layer."""
     stages: int = 1
-    """Of a pipeline on this CPU, each of so many ranks, with some of the layers."""
+    """Of a pipeline there, each of so many ranks, with some of the layers."""
     nodes: int = 1
     """Machines that those ranks are on, as many on each."""
     structured_output: bool = True

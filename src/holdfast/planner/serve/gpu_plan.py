@@ -41,7 +41,7 @@ from holdfast.planner.serve.shares.engines import ram_share
 from holdfast.planner.sizing.default_limits import check_step
 from holdfast.planner.sizing.dtype import check_type, is_fp8
 from holdfast.planner.sizing.engine_weights import EngineWeights, engine_weights
-from holdfast.planner.sizing.rank_shares import gpu_rank_shares
+from holdfast.planner.sizing.rank_shares import RankShares, gpu_rank_shares
 from holdfast.units import MIB, counted, format_bytes
 
 TOO_OLD, NOT_THERE, MIXED_KV, OF_A_CPU, TOO_WIDE = "HF122", "HF121", "HF126", "HF127", "HF128"
@@ -100,7 +100,8 @@ def make_gpu_plan(
     None: none. `processor`: of the host (None: this one), which may compute what waits there where it has
     `compiled_kernels`."""
     refuse_with_ranks(config, spec, stored, compiled_kernels=compiled_kernels)
-    model_made, ranks = planned_model(spec, stored, name), config.tensor_parallel_size
+    model_made = planned_model(spec, stored, name)
+    ranks = config.tensor_parallel_size * config.pipeline_parallel_size
     if ranks > 1:
         gpus, host = gpus_of_ranks(gpus, ranks), None
 
@@ -117,7 +118,7 @@ def make_gpu_plan(
             raise _refusal(found)
         chosen, decision = (gpus[0], _ranks_decision(gpus, tried)) if ranks > 1 else choose_gpu(gpus)
         found = _with_pool(found, tried, chosen, decision)
-        return without_tensors(_with_ranks(found, ranks, gpus) if ranks > 1 else found)
+        return without_tensors(_with_ranks(found, tried, gpus) if ranks > 1 else found)
 
     try:
         found = attempt(config)
@@ -144,7 +145,7 @@ def _gpu_plan(
     _check_kernels(spec, config)
     chosen, _ = choose_gpu(gpus)
     device = measured_device(0, chosen)
-    if config.tensor_parallel_size > 1:
+    if config.tensor_parallel_size * config.pipeline_parallel_size > 1:
         rank, device = tightest(gpus, config.gpu_memory_utilization)
         chosen = replace(gpus[rank], free_bytes=device.free_bytes)
     _check_layouts(model, chosen)
@@ -167,6 +168,7 @@ def _gpu_plan(
             max_loras=config.lora_places,
             max_lora_rank=config.lora_rank,
             ranks=config.tensor_parallel_size,
+            stages=config.pipeline_parallel_size,
             front_bytes=front_bytes,
         ),
         decisions=(*decisions, *expert_parallel_said(config)),
@@ -228,10 +230,10 @@ def _with_pool(found: Plan, config: EngineConfig, chosen: NvidiaGpu, decision: D
     rank, limits, spec = found.ranks[0], found.limits, found.question.model.spec
     weights = engine_weights(Same(found.question.model))
     assert weights is not None, "a server plans what it has matched"
-    own = spec
-    if config.tensor_parallel_size > 1:  # Of the rank with most KV heads.
-        own = gpu_rank_shares(Same(weights), config.tensor_parallel_size, dtype=found.dtype).weights[0].spec
-    layout = kv_layout(own, block_tokens=config.block_size, kv_dtype=found.kv_dtype)
+    layout = kv_layout(spec, block_tokens=config.block_size, kv_dtype=found.kv_dtype)
+    if config.tensor_parallel_size * config.pipeline_parallel_size > 1:
+        shares = _shares(weights, config, found)
+        layout = shares.gpu_kv_layout(block_tokens=config.block_size, kv_dtype=found.kv_dtype)
     page, pool_bytes = layout.page_bytes, config.kv_cache_memory_bytes
     blocks = rank.pool_bytes // page
     if pool_bytes is not None and pool_bytes // page > blocks:
@@ -279,22 +281,31 @@ def _ranks_decision(gpus: Sequence[NvidiaGpu], config: EngineConfig) -> Decision
     return rank_decision(gpus, rank)
 
 
-def _with_ranks(found: Plan, ranks: int, gpus: Sequence[NvidiaGpu]) -> Plan:
+def _shares(weights: EngineWeights, config: EngineConfig, found: Plan) -> RankShares:
+    sizes = config.tensor_parallel_size, config.pipeline_parallel_size
+    return gpu_rank_shares(Same(weights), *sizes, dtype=found.dtype)
+
+
+def _with_ranks(found: Plan, config: EngineConfig, gpus: Sequence[NvidiaGpu]) -> Plan:
     """What each of several ranks has of the model, and on which GPU."""
     weights = engine_weights(Same(found.question.model))
     assert weights is not None, "a server plans what it has matched"
-    shares = gpu_rank_shares(Same(weights), ranks, dtype=found.dtype)
+    shares = _shares(weights, config, found)
     held = shares.rank_weights(dtype=found.dtype)
     choices = (GpuChoice(index=gpu.index, uuid=gpu.uuid, name=gpu.name) for gpu in gpus)
     return replace(
         found,
-        tensor_parallel=ranks,
+        tensor_parallel=config.tensor_parallel_size,
+        pipeline_parallel=config.pipeline_parallel_size,
         decisions=(*found.decisions, *shares.decisions(held)),
         own=replace(
             found.engine,
             shards=shares.shards,
+            stages=shares.stages,
             rank_weights=held,
             slot_bytes=shares.gpu_slot_bytes(found.limits, dtype=found.dtype),
+            stream_bytes=shares.stream_bytes(found.limits, dtype=found.dtype),
+            answer_bytes=shares.gpu_answer_bytes(found.limits, dtype=found.dtype),
             rank_gpus=tuple(choices),
         ),
     )

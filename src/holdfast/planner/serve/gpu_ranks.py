@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from holdfast.config.unsupported import NOT_WITH_RANKS, RANK_GPUS, check_gpu_ranks
+from holdfast.config.unsupported import NOT_WITH_RANKS, RANK_GPUS
 from holdfast.errors import ConfigurationError
 from holdfast.hardware.nvidia import NvidiaGpu
 from holdfast.observability.decisions import Decision
@@ -23,17 +23,21 @@ TOO_FEW_GPUS = "HF133"
 def gpus_of_ranks(
     gpus: Sequence[NvidiaGpu], ranks: int, environment: Mapping[str, str] | None = None
 ) -> tuple[NvidiaGpu, ...]:
-    """One for each rank, in order, as RANK_GPUS names them. Raises ConfigurationError where it does not name each, one
-    is not there, or they are not alike."""
-    environment = os.environ if environment is None else environment
-    check_gpu_ranks(ranks, 1, environment)
-    listed = environment[RANK_GPUS]
+    """One for each rank, in order: as RANK_GPUS names them, or the visible ones from the first on. Raises
+    ConfigurationError where it does not name each, one is not there, or they are not alike."""
+    listed = (os.environ if environment is None else environment).get(RANK_GPUS)
+    if listed is None:
+        if len(gpus) < ranks:
+            raise _too_few(gpus, ranks)
+        chosen = tuple(gpus[:ranks])
+        _require_alike(chosen)
+        return chosen
     words = [word.strip() for word in listed.split(",")]
     if len(words) != ranks or not all(word.isdecimal() for word in words):
         raise ConfigurationError(
             f"{RANK_GPUS} does not name the GPU of each rank",
             code=TOO_FEW_GPUS,
-            needed=f"{counted(ranks, 'number')} with commas between them, as tensor_parallel_size is {ranks}",
+            needed=f"{counted(ranks, 'number')} with commas between them, for as many ranks (-tp times -pp)",
             found=listed,
             fix=f"{RANK_GPUS}={','.join(map(str, range(ranks)))}",
             field="tensor_parallel_size",
@@ -46,14 +50,29 @@ def gpus_of_ranks(
     return chosen
 
 
+def _too_few(gpus: Sequence[NvidiaGpu], ranks: int) -> ConfigurationError:
+    sizes = "-tp 1" if len(gpus) == 1 else f"-tp times -pp of 1 to {len(gpus)}"
+    return ConfigurationError(
+        f"rank {len(gpus)} has no GPU: {counted(ranks, 'rank')}, and {counted(len(gpus), 'visible GPU')}",
+        code=TOO_FEW_GPUS,
+        needed=f"a GPU for each rank; with these {sizes}",
+        found=_shown(gpus),
+        fix=f"{sizes}; or make more GPUs visible (CUDA_VISIBLE_DEVICES); or ranks on the CPU: --device cpu",
+        field="tensor_parallel_size",
+    )
+
+
+def _shown(gpus: Sequence[NvidiaGpu]) -> str:
+    return f"{len(gpus)} visible: " + (", ".join(f"{place}: {gpu.name}" for place, gpu in enumerate(gpus)) or "none")
+
+
 def _not_there(gpus: Sequence[NvidiaGpu], rank: int, listed: str) -> ConfigurationError:
-    shown = ", ".join(f"{place}: {gpu.name}" for place, gpu in enumerate(gpus)) or "none"
     return ConfigurationError(
         f"rank {rank} has no GPU: {RANK_GPUS} is {listed}",
         code=TOO_FEW_GPUS,
         needed=f"numbers under {len(gpus)}, the visible GPUs by their place",
-        found=f"{len(gpus)} visible: {shown}",
-        fix="leave --tensor-parallel-size out; or make more GPUs visible (CUDA_VISIBLE_DEVICES)",
+        found=_shown(gpus),
+        fix="smaller numbers; or make more GPUs visible (CUDA_VISIBLE_DEVICES); or ranks on the CPU: --device cpu",
         field="tensor_parallel_size",
     )
 
@@ -67,7 +86,7 @@ def _require_alike(gpus: Sequence[NvidiaGpu]) -> None:
                 code=NOT_WITH_RANKS,
                 needed="GPUs of one compute capability",
                 found=", ".join(f"{one.name} {'.'.join(map(str, one.capability or ()))}" for one in gpus),
-                fix=f"name GPUs that are alike in {RANK_GPUS}, or leave --tensor-parallel-size out",
+                fix=f"name GPUs that are alike in {RANK_GPUS}, or leave -tp and -pp out",
                 field="tensor_parallel_size",
             )
 

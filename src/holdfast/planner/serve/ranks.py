@@ -13,6 +13,7 @@ from holdfast.config.parts.offload import offload_request
 from holdfast.config.parts.quantization import MADE_WHILE_LOADING
 from holdfast.config.unsupported import NOT_WITH_RANKS
 from holdfast.errors import ConfigurationError
+from holdfast.footprint.gpu import MOST_EXCHANGE_RANKS
 from holdfast.models import ModelSpec, TensorSpec
 from holdfast.observability.decisions import Decision
 
@@ -99,15 +100,19 @@ def _of_gpus(config: EngineConfig, spec: ModelSpec, stored: Mapping[str, StoredT
     if config.enable_lora:
         reason = "LoRA adapters are not divided among ranks on GPUs yet"
         yield "enable_lora", reason, f"leave --enable-lora out, or {ONE_RANK}"
-    if spec.decoder.query_key_norm == "whole":
+    if config.pipeline_parallel_size > 1:
+        yield from _of_gpu_stages(config)
+    divided = config.tensor_parallel_size > 1
+    if divided and spec.decoder.query_key_norm == "whole":
         reason = "this model norms the queries of all heads together, which ranks on GPUs do not yet"
         yield "tensor_parallel_size", reason, ONE_RANK
     if config.asked_quantization in MADE_WHILE_LOADING and spec.quantization is None:
         reason = "weights are not quantized while several ranks load them to GPUs yet"
         yield "quantization", reason, f"leave --quantization out, or {ONE_RANK}"
-    if spec.quantization is not None and stored is None:
+    if spec.quantization is not None and config.load_format == "dummy":
         yield "load_format", "dummies of a quantized model are not divided among ranks on GPUs", ONE_RANK
-    if any(one.packed.packing.inputs != "plain" for one in (stored or {}).values() if one.packed is not None):
+    packings = (_packing(tensor, spec, stored) for tensor in spec.tensors)
+    if divided and any(one is not None and one.inputs != "plain" for one in packings):
         reason = "products of these weights round their inputs, which ranks on GPUs would do each by its own part"
         yield "tensor_parallel_size", reason, ONE_RANK
     if config.data_parallel_size > 1:
@@ -129,6 +134,16 @@ def _of_gpus(config: EngineConfig, spec: ModelSpec, stored: Mapping[str, StoredT
     if config.kv_ram_bytes:
         reason = "KV blocks that leave the GPU are not kept in RAM by several ranks yet"
         yield "kv_ram", reason, f"leave --kv-ram out, or {ONE_RANK}"
+
+
+def _of_gpu_stages(config: EngineConfig) -> Iterator[_Reason]:
+    """They hand on through memory that they map of one another, and in no other way."""
+    if config.disable_custom_all_reduce:
+        reason = "stages on GPUs hand on over CUDA IPC, which --disable-custom-all-reduce rules out"
+        yield "disable_custom_all_reduce", reason, f"leave --disable-custom-all-reduce out, or {ONE_RANK}"
+    if (ranks := config.tensor_parallel_size * config.pipeline_parallel_size) > MOST_EXCHANGE_RANKS:
+        reason = f"{ranks} ranks on GPUs are more than the {MOST_EXCHANGE_RANKS} that map one another's memory"
+        yield "pipeline_parallel_size", reason, "smaller sizes"
 
 
 def _of_divided_layers(

@@ -93,15 +93,39 @@ class RankShares:
         """Bytes of each rank's, as they lie on a GPU."""
         return tuple(one.nbytes(dtype=dtype) for one in self.weights)
 
+    def gpu_kv_layout(self, *, block_tokens: int, kv_dtype: str) -> KVLayout:
+        """Of all layers, in pages of the rank that has most of each: on GPUs every rank has a pool of its own."""
+        heads = max((shard.kv_head_count for shard in self.shards), default=self.spec.kv_heads)
+        ranges = [(stage.first, stage.last) for stage in self.stages]
+        spec = replace(self.spec, kv_heads=heads)
+        layout = cpu.kv_layout(spec, block_tokens=block_tokens, kv_dtype=kv_dtype, stages=ranges)
+        places = max((layout.of_layers(*one, heads).layers_per_page for one in ranges), default=layout.layers_per_page)
+        return replace(layout, layers_per_page=places)
+
     def gpu_slot_bytes(self, limits: Limits, *, dtype: str) -> int:
-        """Of what one rank shows the others on GPUs."""
+        """Of what one rank shows the others of its stage on GPUs; 0: there are none."""
+        if not self.shards:
+            return 0
         vocab = max(shard.vocab_rows for shard in self.shards)
         return gpu.exchange_slot_bytes(self.spec.hidden_size, limits.max_num_batched_tokens, vocab, dtype=dtype)
 
     def gpu_terms(self, limits: Limits, *, dtype: str) -> tuple[Term, ...]:
         """Of a rank on its GPU, beside what one alone would have."""
-        beside = gpu.beside_ranks_bytes(self.spec, limits, self.shards[0].vocab_rows, dtype=dtype)
-        return (Term(EXCHANGE, gpu.exchange_memory_bytes(self.gpu_slot_bytes(limits, dtype=dtype)) + beside),)
+        exchange = 0
+        if self.shards:
+            exchange += gpu.exchange_memory_bytes(self.gpu_slot_bytes(limits, dtype=dtype))
+            exchange += gpu.beside_ranks_bytes(self.spec, limits, self.shards[0].vocab_rows, dtype=dtype)
+        if self.stages:
+            slots = self.stream_bytes(limits, dtype=dtype), self.gpu_answer_bytes(limits, dtype=dtype)
+            exchange += gpu.line_memory_bytes(max(slots))
+        return (Term(EXCHANGE, exchange),)
+
+    def gpu_answer_bytes(self, limits: Limits, *, dtype: str) -> int:
+        """Of what the last stage shows the first rank on GPUs: all logits of a step, or hidden states."""
+        if not self.stages:
+            return 0
+        columns = max(self.spec.vocab_size, self.spec.hidden_size)
+        return _pages(limits.max_num_seqs * columns * cpu.ELEMENT_BYTES[dtype])
 
     def step_bytes(self, rank: int, limits: Limits, *, dtype: str) -> int:
         """Of one rank, beside its activations, where there are several."""
@@ -268,9 +292,9 @@ def rank_shares(
     return RankShares(whole.spec, ranks, shards, divided, placement if any(one.experts for one in shards) else None)
 
 
-def gpu_rank_shares(weights: Same[EngineWeights], size: int, *, dtype: str) -> RankShares:
-    """Of ranks on GPUs, which keep weights as they are stored and have no stages."""
-    return rank_shares(weights, size, dtype=dtype, expand=False, compiled=False)
+def gpu_rank_shares(weights: Same[EngineWeights], size: int, stages: int = 1, *, dtype: str) -> RankShares:
+    """Of ranks on GPUs, which keep weights as they are stored."""
+    return rank_shares(weights, size, stages, dtype=dtype, expand=False, compiled=False)
 
 
 def _share(whole: EngineWeights, stage: LayerStage | None, shard: Shard | None) -> EngineWeights:

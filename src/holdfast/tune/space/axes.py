@@ -54,7 +54,6 @@ def space_of(
     own = engine == "holdfast"
     parallel = parallel_sizes(
         default.question.machine,
-        own=own,
         cores=processor().cores if cores is None else cores,
         memory_nodes=len(allowed_nodes()) if memory_nodes is None else memory_nodes,
     )

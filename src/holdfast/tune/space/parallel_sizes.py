@@ -27,10 +27,10 @@ class ParallelSizes(msgspec.Struct, frozen=True):
     """Of all sizes together; None: the planner says it."""
 
 
-def parallel_sizes(machine: Machine, *, own: bool, cores: int, memory_nodes: int) -> ParallelSizes:
+def parallel_sizes(machine: Machine, *, cores: int, memory_nodes: int) -> ParallelSizes:
     """`cores`, `memory_nodes`: of the CPU that would compute."""
     if machine.kind == "gpu":
-        return _of_gpus(len(machine.all_devices), own=own)
+        return _of_gpus(len(machine.all_devices))
     if (most := min(memory_nodes, cores)) > 1:
         return ParallelSizes([_axis(name, most) for name in PARALLEL_SIZES], [], most)
     one_memory = LeftOut((TENSOR, PIPELINE), "the CPU has one memory, which all ranks would read")
@@ -40,13 +40,10 @@ def parallel_sizes(machine: Machine, *, own: bool, cores: int, memory_nodes: int
     return ParallelSizes([], [one_memory, few])
 
 
-def _of_gpus(count: int, *, own: bool) -> ParallelSizes:
+def _of_gpus(count: int) -> ParallelSizes:
     if count == 1:
         return ParallelSizes([], [LeftOut(PARALLEL_SIZES, "there is one GPU")])
-    if own:
-        ranks = LeftOut((TENSOR, PIPELINE), "ranks of Holdfast are on CPUs so far")
-        return ParallelSizes([_axis(DATA, count)], [ranks])
-    return ParallelSizes([_axis(name, count) for name in PARALLEL_SIZES], [])
+    return ParallelSizes([_axis(name, count) for name in PARALLEL_SIZES], [])  # Which go together, a start says.
 
 
 def _axis(name: str, most: int) -> Axis:

@@ -8,6 +8,7 @@ from holdfast.engine.ranks.following import Follower
 from holdfast.engine.ranks.gpu.rank import START_LIMIT_S, OpenedGpu, load_gpu_rank, profile_gpu_rank
 from holdfast.engine.startup.build import find_model
 from holdfast.errors import EngineDiedError
+from holdfast.execution.parallel.gpu.staged_runner import StagedGpuRunner
 from holdfast.execution.parallel.sockets.gloo import open_store
 from holdfast.records import StepPlan
 
@@ -24,11 +25,9 @@ class GpuFollower(Follower):
         self._say(messages.RankJoined(against))
         told = messages.decode_join(self._answers.recv_bytes())
         store = None if start.store_port is None else open_store(start.store_port, start.size)
-        collectives = opened.join(store, told.against, START_LIMIT_S)
+        joined = opened.join(store, told.against, START_LIMIT_S)
         model = find_model(config, progress=False, text=False)
-        self._member = load_gpu_rank(
-            config, model.files, model.spec, start.plan, opened, collectives, self._say_loading
-        )
+        self._member = load_gpu_rank(config, model.files, model.spec, start.plan, opened, joined, self._say_loading)
         self._say(messages.RankLoaded(self._member.runner.weights_bytes))
         self._ready = True
 
@@ -37,7 +36,11 @@ class GpuFollower(Follower):
         self._member.runner.submit(plan)
 
     def _note_sampled(self, sampled: messages.Sampled) -> None:
-        raise AssertionError("there are no stages on GPUs, and tokens are told on the device")
+        """Ranks of the first stage alone look embeddings up."""
+        runner = self._member.runner
+        assert isinstance(runner, StagedGpuRunner), "without stages tokens are told on the device"
+        if runner.stage.is_first:
+            runner.note_sampled(sampled.slots, sampled.tokens)
 
     def _follow(self, order: messages.Order) -> bool:
         runner = self._member.runner
@@ -51,7 +54,7 @@ class GpuFollower(Follower):
         elif isinstance(order, messages.ResizePool):
             runner.resize_kv(order.blocks)
         elif isinstance(order, messages.Serve):
-            self._member.collectives.limit(order.limit_s)
+            self._member.joined.limit(order.limit_s)
         self._say(messages.Done())
         return True
 

@@ -18,13 +18,21 @@ from holdfast.execution.gpu.cuda.module import DriverError
 from holdfast.execution.gpu.memory.accounting import GpuHeld, GpuMemory, held_before, open_device
 from holdfast.execution.gpu.runner import GpuRunner
 from holdfast.execution.parallel.gpu.exchange import ExchangeCollectives
+from holdfast.execution.parallel.gpu.lines import ExchangeLines, LineTo
 from holdfast.execution.parallel.gpu.nccl import NcclCollectives, nccl_available
 from holdfast.execution.parallel.gpu.peer_memory import PeerMemory
 from holdfast.execution.parallel.gpu.share import GpuRankShare
-from holdfast.execution.parallel.gpu.together import GpuCollectives, SmallAndLarge, against_exchange
+from holdfast.execution.parallel.gpu.stage import GpuStage, rank_before, rank_behind
+from holdfast.execution.parallel.gpu.staged_runner import StagedGpuRunner
+from holdfast.execution.parallel.gpu.together import (
+    GpuCollectives,
+    JoinedGpus,
+    SmallAndLarge,
+    against_exchange,
+)
 from holdfast.execution.parallel.sockets.gloo import Store
 from holdfast.execution.weights.load import load_weights
-from holdfast.footprint.gpu import exchange_memory_bytes
+from holdfast.footprint.gpu import exchange_memory_bytes, line_memory_bytes
 from holdfast.hardware.nvidia import probe
 from holdfast.models import ModelSpec
 from holdfast.models.stages import rank_spec
@@ -52,10 +60,25 @@ class OpenedGpu:
         self.against = against_exchange(self._uuids, disabled=config.disable_custom_all_reduce)
         if not self.against:
             try:
-                self._peers = PeerMemory(exchange_memory_bytes(plan.engine.slot_bytes), self.device)
+                self._peers = PeerMemory(self._exchange_bytes() + self._lines_bytes(), self.device)
             except DriverError as error:
                 self.against = f"rank {rank}: {error.message}"
         self._places: list[int] = []
+
+    def _exchange_bytes(self) -> int:
+        """Of what it shows the others of its stage; the same on all ranks."""
+        return exchange_memory_bytes(self._plan.engine.slot_bytes) if self._plan.engine.shards else 0
+
+    def _lines_bytes(self) -> int:
+        """Of what it hands on to another stage."""
+        return line_memory_bytes(self._line_slot(self.rank)) if self._plan.engine.stages else 0
+
+    def _line_slot(self, rank: int) -> int:
+        engine = self._plan.engine
+        stages, each = len(engine.stages), max(1, len(engine.shards))
+        if rank // each < stages - 1:
+            return engine.stream_bytes
+        return engine.answer_bytes if rank % each == 0 else 0
 
     @property
     def handle(self) -> bytes:
@@ -74,12 +97,43 @@ class OpenedGpu:
             return f"rank {self.rank}: {error.message}"
         return ""
 
-    def join(self, store: Store | None, against: str, limit_s: float) -> GpuCollectives:
-        """`store`: for NCCL; None: ranks share a GPU, which NCCL does not have. `against`: why no rank maps the memory
-        of others; empty: all have."""
+    def join(self, store: Store | None, against: str, limit_s: float) -> JoinedGpus:
+        """`store`: for NCCL; None: ranks share a GPU, which NCCL does not have, or have stages. `against`: why no rank
+        maps the memory of others; empty: all have."""
         if against and self._peers is not None:
             self._peers.close()
             self._peers = None
+        if self._plan.engine.stages:
+            return self._join_stages(against)
+        return JoinedGpus(self._join_all(store, against, limit_s), None)
+
+    def _join_stages(self, against: str) -> JoinedGpus:
+        engine = self._plan.engine
+        count, each, memory = len(engine.stages), max(1, len(engine.shards)), self._peers
+        if memory is None:
+            raise EngineError(
+                "stages on GPUs hand on over CUDA IPC alone, which cannot be had",
+                found=against,
+                fix="--tensor-parallel-size in place of --pipeline-parallel-size, or --device cpu",
+            )
+        collectives = None
+        if each > 1:
+            index, place = divmod(self.rank, each)
+            peers = self._places[index * each : (index + 1) * each]
+            collectives = ExchangeCollectives(memory, peers, place, engine.slot_bytes, limit_s=START_LIMIT_S)
+        sender, receiver = rank_before(self.rank, count, each), rank_behind(self.rank, count, each)
+        lines = ExchangeLines(
+            memory,
+            self._places,
+            self.rank,
+            self._exchange_bytes(),
+            None if sender is None else LineTo(sender, self._line_slot(sender)),
+            None if receiver is None else LineTo(receiver, self._line_slot(self.rank)),
+            limit_s=START_LIMIT_S,
+        )
+        return JoinedGpus(collectives, GpuStage(self.rank, count, each, lines))
+
+    def _join_all(self, store: Store | None, against: str, limit_s: float) -> GpuCollectives:
         small = None
         if self._peers is not None:
             slot_bytes = self._plan.engine.slot_bytes
@@ -101,7 +155,7 @@ class OpenedGpu:
 @dataclass(slots=True)
 class GpuRank:
     opened: OpenedGpu
-    collectives: GpuCollectives
+    joined: JoinedGpus
     runner: GpuRunner
     loaded: GpuHeld
     page_bytes: int
@@ -116,20 +170,22 @@ def load_gpu_rank(
     spec: ModelSpec,
     plan: Plan,
     opened: OpenedGpu,
-    collectives: GpuCollectives,
+    joined: JoinedGpus,
     progress: TensorsLoaded,
     beat: Callable[[], None] | None = None,
 ) -> GpuRank:
     shards, dtype, limits = plan.engine.shards, DTYPES[plan.dtype], RunnerLimits.of(plan.limits)
     own, layout = rank_spec(spec, *plan.engine.part_of(opened.rank)), plan.engine.layout_of(opened.rank)
-    share = GpuRankShare(
-        collectives,
-        [shard.vocab for shard in shards],
-        limits.max_num_seqs,
-        limits.max_num_batched_tokens,
-        dtype,
-        opened.device,
-    )
+    share = None
+    if joined.collectives is not None:
+        share = GpuRankShare(
+            joined.collectives,
+            [shard.vocab for shard in shards],
+            limits.max_num_seqs,
+            limits.max_num_batched_tokens,
+            dtype,
+            opened.device,
+        )
     stored = contextlib.nullcontext() if config.load_format == "dummy" else open_checkpoint(files)
     with stored as checkpoint:
         weights = load_weights(
@@ -142,7 +198,7 @@ def load_gpu_rank(
             progress=progress,
             whole=spec,
         )
-    runner = GpuRunner(
+    runner = (GpuRunner if joined.stage is None else StagedGpuRunner)(
         own,
         weights,
         layout,
@@ -152,10 +208,11 @@ def load_gpu_rank(
         graphs=not config.enforce_eager,
         beat=beat,
         share=share,
+        stage=joined.stage,
     )
     loaded = opened.memory.held()
     opened.memory.forget_loading()
-    return GpuRank(opened, collectives, runner, loaded, layout.page_bytes)
+    return GpuRank(opened, joined, runner, loaded, layout.page_bytes)
 
 
 def profile_gpu_rank(rank: GpuRank, plan: Plan) -> Measured:
@@ -167,7 +224,7 @@ def profile_gpu_rank(rank: GpuRank, plan: Plan) -> Measured:
     profiled = memory.held()
     runner.capture()
     captured = memory.held()
-    rank.collectives.check()
+    rank.joined.check()
     named = runner.weights_bytes + runner.buffers_bytes + runner.logits_bytes
     terms = {
         "context": opened.context.own_bytes,

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from holdfast.engine.core.loop import StepHandle, StepRunner
 from holdfast.engine.ranks.group import RankGroup
 from holdfast.engine.ranks.runner import RankedRunner
-from holdfast.execution.parallel.gpu.together import GpuCollectives
+from holdfast.execution.parallel.gpu.together import JoinedGpus
 from holdfast.records import StepPlan, StepResult, TokenMasks
 
 
 class RankedGpuRunner(RankedRunner):
-    def __init__(self, runner: StepRunner, group: RankGroup, collectives: GpuCollectives) -> None:
+    def __init__(self, runner: StepRunner, group: RankGroup, joined: JoinedGpus) -> None:
         super().__init__(runner, group)
-        self._collectives = collectives
+        self._joined = joined
 
     def submit(self, plan: StepPlan, masks: TokenMasks | None = None) -> StepHandle:
         try:
@@ -25,11 +25,15 @@ class RankedGpuRunner(RankedRunner):
             self._group.check()  # Whose end is the reason.
             raise
 
+    def check_ranks(self) -> None:
+        """Raises where one of the others has ended."""
+        self._group.check()
+
     def close(self) -> None:
-        self._collectives.give_up()  # Whatever waits on the GPU for ranks that leave.
+        self._joined.give_up()  # Whatever waits on the GPU for ranks that leave.
         super().close()
         with contextlib.suppress(RuntimeError):  # A device that has failed gives nothing back; it ends with us.
-            self._collectives.close()
+            self._joined.close()
 
 
 class _Watched:

@@ -22,8 +22,9 @@ from holdfast.engine.startup.build_gpu import report_of, taken_terms
 from holdfast.errors import UnsupportedOptionError
 from holdfast.execution.gpu.memory.accounting import GpuMemory
 from holdfast.execution.parallel.gpu.link import GpuRankLink
-from holdfast.execution.parallel.gpu.together import exchange_decision
+from holdfast.execution.parallel.gpu.together import exchange_decisions
 from holdfast.models import ModelSpec
+from holdfast.models.stages import rank_spec
 from holdfast.planner import Plan, settle_pool
 from holdfast.records import MemoryReport, RankMemory, VramBudget, VramGrant
 
@@ -62,6 +63,11 @@ class BuiltRanks:
     report: MemoryReport
     vram: RanksVram
 
+    @property
+    def steps_ahead(self) -> int:
+        """That are worth launching before the first is over: the next one, or as many as other stages can be at."""
+        return max(1, len(self.plan.engine.stages) - 1)
+
 
 def build_gpu_ranks(
     config: EngineConfig,
@@ -79,14 +85,15 @@ def build_gpu_ranks(
         group.order(messages.ProfileStep())
         own = profile_gpu_rank(first, plan)
         measured = [own, *group.answers(Measured)]
-        decision = exchange_decision(first.collectives, first.against, [gpu.uuid for gpu in plan.engine.rank_gpus])
-        plan = _settled(replace(plan, decisions=(*plan.decisions, decision)), measured)
+        uuids = [gpu.uuid for gpu in plan.engine.rank_gpus]
+        decisions = exchange_decisions(first.joined, first.against, uuids)
+        plan = _settled(replace(plan, decisions=(*plan.decisions, *decisions)), measured)
         group.order(messages.BackKV(plan.engine.blocks))
         first.runner.back_kv(plan.engine.blocks)
         group.answers(messages.Done)
         group.timeout_s = hung_s(config)
         group.order(messages.Serve(group.timeout_s))
-        first.collectives.limit(group.timeout_s)
+        first.joined.limit(group.timeout_s)
         group.answers(messages.Done)
     except BaseException:
         group.link.give_up()
@@ -96,7 +103,7 @@ def build_gpu_ranks(
     terms = {**own.terms, "kv_pool": first.runner.kv.nbytes}
     report = report_of(plan, terms, first.loaded, ready, [])
     report = _with_ranks(report, spec, plan, group, measured)
-    runner = RankedGpuRunner(first.runner, group, first.collectives)
+    runner = RankedGpuRunner(first.runner, group, first.joined)
     return BuiltRanks(first, runner, plan, report, RanksVram(first.opened.memory))
 
 
@@ -116,18 +123,18 @@ def _load_all(
     handles = [] if against else [opened.handle, *(rank.handle for rank in there)]
     group.tell_each(messages.JoinRanks(handles, against))
     own = against or opened.open_peers(handles)
-    joined = group.answers(messages.RankJoined)
-    against = next((one for one in (own, *(rank.against for rank in joined)) if one), "")
+    mapped = group.answers(messages.RankJoined)
+    against = next((one for one in (own, *(rank.against for rank in mapped)) if one), "")
     group.tell_each(messages.JoinRanks([], against))
-    collectives = opened.join(group.store, against, START_LIMIT_S)
-    group.link.join(collectives)
+    joined = opened.join(group.store, against, START_LIMIT_S)
+    group.link.join(joined)
 
     def loaded(done: int, total: int) -> None:
         group.check()
         progress("load", done, total)
 
     progress("load", 0, 0)
-    first = load_gpu_rank(config, files, spec, plan, opened, collectives, loaded, beat)
+    first = load_gpu_rank(config, files, spec, plan, opened, joined, loaded, beat)
     first.against = against
     group.answers(messages.RankLoaded, lambda: progress("load", 0, 0))
     return first
@@ -157,17 +164,18 @@ def _with_ranks(
     pids = [os.getpid(), *group.pids]
     rows = [
         RankMemory(
-            rank=shard.rank,
-            pid=pids[shard.rank],
+            rank=rank,
+            pid=pids[rank],
             threads=1,
-            heads=shard.head_count,
-            kv_heads=shard.kv_head_count,
-            layers=len(spec.layers),
-            planned_weights_bytes=engine.rank_weights[shard.rank],
-            weights_bytes=measured[shard.rank].terms["weights"],
-            kv_pool_bytes=engine.blocks * engine.layout_of(shard.rank).page_bytes,
-            device=f"GPU {engine.rank_gpus[shard.rank].index}",
+            heads=own.heads,
+            kv_heads=own.kv_heads,
+            first_layer=own.layers[0].index,
+            layers=len(own.layers),
+            planned_weights_bytes=engine.rank_weights[rank],
+            weights_bytes=measured[rank].terms["weights"],
+            kv_pool_bytes=engine.blocks * engine.layout_of(rank).page_bytes,
+            device=f"GPU {engine.rank_gpus[rank].index}",
         )
-        for shard in engine.shards
+        for rank, own in enumerate(rank_spec(spec, *engine.part_of(rank)) for rank in range(engine.rank_count))
     ]
     return msgspec.structs.replace(report, ranks=rows)

@@ -345,3 +345,68 @@ MOVE(2, u16)
 MOVE(4, u32)
 MOVE(8, u64)
 MOVE(16, uint4)
+
+// ---- lines: what a rank of one stage hands on to one of the next, which takes it when it comes to it ----
+//
+// Beside its memory for the above, a rank has words and two slots of its own for what it hands on:
+//
+//     words    SENT: the last that the rank before it has handed on, written by that one; TAKEN: the last of its own that
+//              the rank behind it has taken, written by that one
+//     slots    filled in turns: nobody waits for whoever takes, but for the one before the last
+//
+// places: the words of this rank, the words of the other, and the two slots of whoever hands on.
+
+#define SENT 0
+#define TAKEN 32
+
+// The last block to leave counts the turn and tells the other, whose `word` it is. All blocks have read the count by then.
+__device__ __forceinline__ void end_turn(u32 turn, u32 *state, u32 *word) {
+    __syncthreads();
+    if (threadIdx.x) return;
+    __threadfence_system();
+    if (atomicAdd(state + LEFT, 1u) != gridDim.x - 1) return;
+    __threadfence_system();
+    state[LEFT] = 0;
+    state[COUNT] = turn;
+    if (!((volatile u32 *)state)[FAILED]) post(word, turn);
+}
+
+template <int KIND_OF>
+__device__ __forceinline__ void put_on_line(
+    const u64 *places, u32 *state, u32 *told, void *place, int count, int peer
+) {
+    const Caller<KIND_OF> x(place, count);
+    const u32 turn = begin(state);
+    const int vectors = (count + x.EACH - 1) / x.EACH, step = gridDim.x * WIDE;
+    if (threadIdx.x == 0) await((const u32 *)places[0] + TAKEN, turn - 2, peer, state, told);
+    __syncthreads();
+    uint4 *slot = (uint4 *)places[2 + (turn & 1)];
+    for (int i = blockIdx.x * WIDE + threadIdx.x; i < vectors; i += step) slot[i] = x.read(i);
+    end_turn(turn, state, (u32 *)places[1] + SENT);
+}
+
+template <int KIND_OF>
+__device__ __forceinline__ void take_off_line(
+    const u64 *places, u32 *state, u32 *told, void *place, int count, int peer
+) {
+    const Caller<KIND_OF> x(place, count);
+    const u32 turn = begin(state);
+    const int vectors = (count + x.EACH - 1) / x.EACH, step = gridDim.x * WIDE;
+    if (threadIdx.x == 0) await((const u32 *)places[0] + SENT, turn, peer, state, told);
+    __syncthreads();
+    const uint4 *slot = (const uint4 *)places[2 + (turn & 1)];
+    for (int i = blockIdx.x * WIDE + threadIdx.x; i < vectors; i += step) x.write(i, fetch(slot + i));
+    end_turn(turn, state, (u32 *)places[1] + TAKEN);
+}
+
+#define LINE(NAME, KIND_OF, HOW)                                                                                         \
+    extern "C" __global__ void __launch_bounds__(WIDE) NAME(                                                          \
+        const u64 *places, u32 *state, u32 *told, void *x, int count, int peer                                           \
+    ) {                                                                                                                  \
+        HOW<KIND_OF>(places, state, told, x, count, peer);                                                               \
+    }
+
+LINE(put_4, 0, put_on_line)
+LINE(put_2, 1, put_on_line)
+LINE(take_4, 0, take_off_line)
+LINE(take_2, 1, take_off_line)

@@ -15,11 +15,10 @@ import torch
 from holdfast.errors import EngineError, EngineHungError
 from holdfast.execution.gpu.cuda.module import Module, text
 from holdfast.execution.parallel.gpu.peer_memory import PeerMemory
-from holdfast.footprint.gpu import EXCHANGE_BLOCKS, exchange_memory_bytes
+from holdfast.footprint.gpu import EXCHANGE_BLOCKS, MOST_EXCHANGE_RANKS, exchange_memory_bytes
 from holdfast.units import format_duration
 
-MOST_RANKS = 8
-"""That read one another's memory: with more, NCCL's rings are the better way."""
+MOST_RANKS = MOST_EXCHANGE_RANKS
 THREADS = 512
 ONE_SHOT_BYTES = {2: 1 << 30, 3: 512 << 10, 4: 512 << 10}
 """By ranks, up to which every rank reads all of every other's; beyond, each adds up its share. As others found it on
@@ -32,7 +31,7 @@ _COUNT, _LEFT, _FAILED, _LIMIT = range(4)
 _GIVE_UP, _MISSED = range(2)
 
 
-class _Kernels:
+class ExchangeKernels:
     def __init__(self, size: int) -> None:
         module = Module(text("rank_exchange"), exchange_macros(size))
         kinds = _NAMES.values()
@@ -43,6 +42,8 @@ class _Kernels:
         }
         self.gather = {unit: module.kernel(f"gather_{unit}", threads=THREADS) for unit in (1, 2, 4, 8, 16)}
         self.broadcast = {unit: module.kernel(f"broadcast_{unit}", threads=THREADS) for unit in (1, 2, 4, 8, 16)}
+        self.put = {element: module.kernel(f"put_{element}", threads=THREADS) for element in (2, 4)}
+        self.take = {element: module.kernel(f"take_{element}", threads=THREADS) for element in (2, 4)}
 
 
 def exchange_macros(size: int) -> dict[str, int]:
@@ -50,12 +51,12 @@ def exchange_macros(size: int) -> dict[str, int]:
 
 
 @cache
-def _kernels(size: int, device: int) -> _Kernels:
+def exchange_kernels(size: int, device: int) -> ExchangeKernels:
     with torch.cuda.device(device):
-        return _Kernels(size)
+        return ExchangeKernels(size)
 
 
-def _grid(items: int) -> tuple[int, int, int]:
+def exchange_grid(items: int) -> tuple[int, int, int]:
     """The same on all ranks, because it goes by sizes alone."""
     return max(1, min(EXCHANGE_BLOCKS, -(-items // THREADS))), 1, 1
 
@@ -73,7 +74,7 @@ class ExchangeCollectives:
         self.rank, self.size, self.slot_bytes = rank, len(places), slot_bytes
         assert slot_bytes % VECTOR_BYTES == 0
         assert memory.nbytes >= exchange_memory_bytes(slot_bytes)
-        self._memory, self._kernels = memory, _kernels(len(places), device.index or 0)
+        self._memory, self._kernels = memory, exchange_kernels(len(places), device.index or 0)
         self._places = torch.tensor(places, dtype=torch.int64, device=device)
         self._state = torch.zeros(4, dtype=torch.int32, device=device)
         self._told = torch.zeros(16, dtype=torch.int32, device="cpu", pin_memory=True)
@@ -102,7 +103,7 @@ class ExchangeCollectives:
             part = flat[first : first + each]
             many = self._in_two(part.nbytes) if two_shot is None else two_shot
             self._kernels.sums["two" if many else "one", kind](
-                _grid(-(-part.nbytes // VECTOR_BYTES)), self._places, self._state, self._told, part,
+                exchange_grid(-(-part.nbytes // VECTOR_BYTES)), self._places, self._state, self._told, part,
                 None if target is None else target[first : first + each], part.numel(), self.rank, self.slot_bytes,
             )  # fmt: skip
 
@@ -124,8 +125,8 @@ class ExchangeCollectives:
             most = len(piece) * max(widths) * element // unit
             target = None if out is None else out[first : first + rows]
             kernel(
-                _grid(most), self._places, self._state, self._told, piece, target, in_units, len(piece), self.rank,
-                self.slot_bytes,
+                exchange_grid(most), self._places, self._state, self._told, piece, target, in_units, len(piece),
+                self.rank, self.slot_bytes,
             )  # fmt: skip
 
     def _width_units(self, widths: tuple[int, ...], element: int, unit: int) -> torch.Tensor:
@@ -142,8 +143,8 @@ class ExchangeCollectives:
             # By the element and the length, which are the same everywhere; addresses are whole elements.
             unit = x.element_size()
             self._kernels.broadcast[unit](
-                _grid(len(piece) // unit), self._places, self._state, self._told, piece, len(piece) // unit, self.rank,
-                self.slot_bytes,
+                exchange_grid(len(piece) // unit), self._places, self._state, self._told, piece, len(piece) // unit,
+                self.rank, self.slot_bytes,
             )  # fmt: skip
 
     def check(self) -> None:

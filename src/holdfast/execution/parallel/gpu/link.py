@@ -1,5 +1,6 @@
-"""What a rank on a GPU has to do with the others, as rank_link.py has it of one on a CPU: collectives, once all ranks
-have opened their GPUs and found one another. There are no stages here. Knows no process and no model.
+"""What a rank on a GPU has to do with the others, as rank_link.py has it of one on a CPU: collectives with those of its
+stage and lines to other stages, once all ranks have opened their GPUs and found one another. Knows no process and no
+model.
 """
 
 from __future__ import annotations
@@ -7,19 +8,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from holdfast.execution.parallel.gpu.together import GpuCollectives
+    from holdfast.execution.parallel.gpu.stage import GpuStage
+    from holdfast.execution.parallel.gpu.together import GpuCollectives, JoinedGpus
 
 
 class GpuRankLink:
-    """`collectives`: None until they are joined."""
+    """`collectives`: None until they are joined, and where a stage is one rank. `stage`: None until then, and where
+    every rank has a part of all layers."""
 
     def __init__(self) -> None:
-        self.collectives: GpuCollectives | None = None
+        self._joined: JoinedGpus | None = None
         self._given_up = False
 
     @property
-    def stage(self) -> None:
-        """Every rank has a part of all layers."""
+    def collectives(self) -> GpuCollectives | None:
+        return None if self._joined is None else self._joined.collectives
+
+    @property
+    def stage(self) -> GpuStage | None:
+        return None if self._joined is None else self._joined.stage
 
     @property
     def resumes(self) -> bool:
@@ -29,10 +36,10 @@ class GpuRankLink:
     def go_on_from(self, count: int) -> None:
         raise AssertionError("ranks on GPUs do not resume")
 
-    def join(self, collectives: GpuCollectives) -> None:
-        self.collectives = collectives
+    def join(self, joined: JoinedGpus) -> None:
+        self._joined = joined
         if self._given_up:  # One had ended before there was anything to wait with.
-            collectives.give_up()
+            joined.give_up()
 
     def close(self) -> None:
         """Nothing of it is held here."""
@@ -40,5 +47,5 @@ class GpuRankLink:
     def give_up(self) -> None:
         """From any thread, when another rank has ended: nothing waits for it on the device any longer."""
         self._given_up = True
-        if self.collectives is not None:
-            self.collectives.give_up()
+        if self._joined is not None:
+            self._joined.give_up()

@@ -4,17 +4,22 @@ the rest, or one of the two alone."""
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from holdfast.execution.parallel.collectives import Collectives
 from holdfast.execution.parallel.gpu.exchange import MOST_RANKS
+from holdfast.execution.parallel.gpu.stage import GpuStage, StageLines
 from holdfast.observability.decisions import Decision
 from holdfast.units import format_bytes
 
 NO_PEERS = "NCCL_P2P_DISABLE"
+LINES_BY = "CUDA IPC"
+"""How stages hand on: what NCCL sends waits for whoever receives, and two stages that send to each other would wait for
+ever."""
 
 
 class GpuCollectives(Collectives, Protocol):
@@ -29,6 +34,46 @@ class GpuCollectives(Collectives, Protocol):
 
     def give_up(self) -> None:
         """From any thread: nothing waits for the others any longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedGpus:
+    """All that a rank has to do with others, as one thing to check and to give up."""
+
+    collectives: GpuCollectives | None
+    """With the ranks of its stage; None: it is alone there."""
+    stage: GpuStage | None
+    """None: every rank has a part of all layers."""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return LINES_BY if self.collectives is None else self.collectives.name
+
+    def _each(self) -> Iterator[GpuCollectives | StageLines]:
+        if self.collectives is not None:
+            yield self.collectives
+        if self.stage is not None:
+            yield self.stage.lines
+
+    def limit(self, limit_s: float) -> None:
+        """How long another rank may let this one wait, from what is launched next on; 0: for ever."""
+        for one in self._each():
+            one.limit(limit_s)
+
+    def check(self) -> None:
+        """Raises where another rank did not come."""
+        for one in self._each():
+            one.check()
+
+    def give_up(self) -> None:
+        """From any thread: nothing waits for the others any longer."""
+        for one in self._each():
+            one.give_up()
+
+    def close(self) -> None:
+        for one in self._each():
+            one.close()
 
 
 class SmallAndLarge:
@@ -97,10 +142,14 @@ def _place(uuid: str) -> int:
     return -1
 
 
-def exchange_decision(collectives: Collectives, against: str, uuids: Sequence[str]) -> Decision:
+def exchange_decisions(joined: JoinedGpus, against: str, uuids: Sequence[str]) -> list[Decision]:
     """For the log at start and `/memory`."""
-    if against:
-        return Decision("all_reduce", collectives.name, f"not over CUDA IPC: {against}", "hardware")
     shared = len(set(uuids)) < len(uuids)
     reason = "ranks of one GPU map one another's memory" if shared else "each GPU reads the memory of all others"
-    return Decision("all_reduce", collectives.name, reason, "hardware")
+    found = []
+    if joined.collectives is not None:
+        said = f"not over CUDA IPC: {against}" if against else reason
+        found.append(Decision("all_reduce", joined.collectives.name, said, "hardware"))
+    if joined.stage is not None:
+        found.append(Decision("stage_lines", LINES_BY, f"{reason}; NCCL's sends wait for whoever receives", "hardware"))
+    return found
