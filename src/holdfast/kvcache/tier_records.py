@@ -48,6 +48,8 @@ class TierLimits:
     """Of these, from disk: of one that nobody waits for any more the page is not free before it has come."""
     most_storing: int = 64
     """Pages on their way to RAM and to disk at once: they can be given to nobody meanwhile."""
+    stores_a_plan: int = 1024
+    """Of these, that a plan with rows begins beside as many as its rows fill: their books take time of who decodes."""
     most_writing: int = 64
     """Of these, to disk: they may go through memory of their own."""
     storing_share: float = 1.0

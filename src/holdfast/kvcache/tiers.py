@@ -12,13 +12,14 @@ Only what steps that were applied have written is stored: a row of another may s
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 from holdfast.kvcache.host_pages import HostPages, Key
-from holdfast.kvcache.pool import Block, BlockPool, BlockState, Tier
+from holdfast.kvcache.pool import NULL_PAGE, Block, BlockPool, BlockState, Tier
 from holdfast.kvcache.prefix import PrefixIndex
 from holdfast.kvcache.tier_records import Fetch, FoundBelow, StoredPages, TierLimits
 from holdfast.records.steps import BlockCopy
@@ -67,6 +68,7 @@ class LowerTiers:
         """Planned, and not over; of a page that is stored the copy itself."""
         self._in_flight = {Tier.HOST: 0, Tier.DISK: 0}
         """Loads, by where they come from."""
+        self._stored_last = NULL_PAGE
         self._stores = self._writes = 0
         """Pages on their way to RAM or disk, and of these to disk."""
         self._owed = False
@@ -265,15 +267,18 @@ class LowerTiers:
         """So many are to be free or saved for a while. Before the next plan nobody knows that they are."""
         self.spare_wanted, self._owed = pages, True
 
-    def plan_saves(self, running: Iterable[RunningPages], applied_step: int) -> list[BlockCopy]:
-        """To RAM: idle pages in the order in which they would go, then those of who runs, the youngest first."""
+    def plan_saves(
+        self, running: Iterable[RunningPages], applied_step: int, most: int | None = None
+    ) -> list[BlockCopy]:
+        """To RAM: idle pages in the order in which they would go, then those of who runs, the youngest first. `most`: no
+        more than these."""
         spare, self._owed = max(self.spare_pages, self.spare_wanted), False
-        budget, copies = self.most_storing - self._stores, list[BlockCopy]()
+        room, copies = self.most_storing - self._stores, list[BlockCopy]()
+        budget = room if most is None else min(room, most)
         if not self.host.total or self._pool.spare >= spare:
             return copies
         leaving = self._leaving(running) if self._pool.available < spare else []
-        # In the order of their numbers: pages beside each other go in one piece, to places beside each other.
-        for pages in (sorted(islice(self._pool.unsaved, max(0, budget))), *leaving):
+        for pages in (self._next_idle(room), *leaving):
             for page in pages:
                 if len(copies) >= budget:
                     break
@@ -282,6 +287,13 @@ class LowerTiers:
         if self.spare_wanted:
             self._owed = any(self._unsaved(self._pool.blocks[page]) for pages in leaving for page in pages)
         return copies
+
+    def _next_idle(self, most: int) -> list[int]:
+        """The first of those that would go, in the order of their numbers: pages beside each other go in one piece, to
+        places beside each other. From where the last plan ended: pages with lower numbers may have come since."""
+        pages = sorted(islice(self._pool.unsaved, max(0, most)))
+        place = bisect_right(pages, self._stored_last)
+        return pages[place:] + pages[:place]
 
     def _leaving(self, running: Iterable[RunningPages]) -> list[Sequence[int]]:
         """Pages of those that may be preempted next, or will be by a pool that shrinks; the youngest first."""
@@ -310,6 +322,7 @@ class LowerTiers:
 
     def _store(self, block: Block, tier: Tier, place: int, key: bytes) -> BlockCopy:
         self._pool.begin_store(block)
+        self._stored_last = block.id
         copy = BlockCopy(self._number(), Tier.DEVICE, block.id, tier, place, False, key)
         self._copies[copy.copy_id] = copy
         self._stores += 1
@@ -330,8 +343,11 @@ class LowerTiers:
 
     # --- plans and results ---
 
-    def plan(self, running: Iterable[RunningPages], applied_step: int, *, stores: bool = True) -> list[BlockCopy]:
-        """Copies for the plan that is being made. `running`: the youngest first."""
+    def plan(
+        self, running: Iterable[RunningPages], applied_step: int, *, written: int | None = None
+    ) -> list[BlockCopy]:
+        """Copies for the plan that is being made. `running`: the youngest first. `written`: pages that its rows fill,
+        about; None: it has no rows, and nobody is late if it takes long to make."""
         copies = list[BlockCopy]()
         for tier, queued in self._queued.items():
             most = self.limits.most_loading_disk if tier is Tier.DISK else self.limits.most_loading
@@ -342,9 +358,13 @@ class LowerTiers:
                 self._copies[load.copy.copy_id] = load
                 self._in_flight[tier] += 1
                 copies.append(load.copy)
-        if stores and (budget := self.most_storing - self._stores) > 0:
+        budget, before = self.most_storing - self._stores, self._stores
+        if written is not None and not self.spare_wanted:
+            # As fast as pages are filled at least, so that those that are kept spare last.
+            budget = min(budget, self.limits.stores_a_plan + written)
+        if budget > 0:
             copies += self._plan_writes(applied_step, budget)
-            copies += self.plan_saves(running, applied_step)
+            copies += self.plan_saves(running, applied_step, budget - (self._stores - before))
         return copies
 
     def end(self, copy_id: int, arrived: bool) -> bool:
