@@ -270,8 +270,8 @@ class LowerTiers:
     def plan_saves(
         self, running: Iterable[RunningPages], applied_step: int, most: int | None = None
     ) -> list[BlockCopy]:
-        """To RAM: idle pages in the order in which they would go, then those of who runs, the youngest first. `most`: no
-        more than these."""
+        """To RAM: idle pages in the order in which they would go, then those of who runs, the youngest first. `most`:
+        no more than these."""
         spare, self._owed = max(self.spare_pages, self.spare_wanted), False
         room, copies = self.most_storing - self._stores, list[BlockCopy]()
         budget = room if most is None else min(room, most)

@@ -1,9 +1,10 @@
-"""How fast idle pages go to RAM beside steps: a little beside who decodes, as fast as they are filled beside prompts, and
+"""How fast idle pages go to RAM beside steps: a few beside who decodes, as fast as they are filled beside prompts, and
 all at once where nobody waits or the pool shall shrink."""
 
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 from simulated_engine import SimulatedEngine, SimulatedTiers
@@ -91,6 +92,6 @@ def test_pages_beside_each_other_go_to_places_beside_each_other() -> None:
         assert plan is not None
         found += [(copy.source, copy.target) for copy in plan.copies if copy.target_tier == Tier.HOST]
         engine.execute()
-    beside = sum(b[0] == a[0] + 1 and b[1] == a[1] + 1 for a, b in zip(found, found[1:], strict=False))
+    beside = sum(b[0] == a[0] + 1 and b[1] == a[1] + 1 for a, b in pairwise(found))
     assert len(found) >= 95
     assert beside >= 0.9 * len(found)

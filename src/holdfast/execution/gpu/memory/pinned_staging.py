@@ -1,6 +1,7 @@
 """Small integers on their way to the GPU: one pinned packet a step, one copy, and a view for each array in it.
 
-Where pages go over the link beside steps, a kernel moves it: the copy engine would bring it behind them. A packet is not written again before its copy is done, so that the host may prepare a step while others still run.
+A packet is not written again before its copy is done, so that the host may prepare a step while others still run.
+Where pages go over the link beside steps, a kernel moves it: a copy engine would bring it behind them.
 """
 
 from __future__ import annotations

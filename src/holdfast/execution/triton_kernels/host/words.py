@@ -19,7 +19,7 @@ def _move(target, source, count, BLOCK: tl.constexpr):
 
 
 def move_words(target: torch.Tensor, source: torch.Tensor) -> None:
-    """target[:] = source; both int32 and as long, either of them in pinned host memory. In stream order, as a kernel."""
+    """target[:] = source; both int32 and as long, either of them in pinned host memory. In stream order."""
     count = len(source)
     assert len(target) == count, f"{count} words do not fill {len(target)}"
     _move[((count + _BLOCK - 1) // _BLOCK,)](target, source, count, BLOCK=_BLOCK)
