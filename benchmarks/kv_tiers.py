@@ -6,9 +6,9 @@
         ram, recompute      32 conversations of 16k tokens over a pool that holds 8 (8B bf16), each asked twice in turn,
                             with 72 GiB of --kv-ram and without: seconds to the first token of the second round
         at-once             the same with RAM, the second round all at once: the last first token
-        decode              tokens a second of 32 that decode: alone, with conversations coming from RAM meanwhile, with
-                            as many that are in the pool (what asking takes by itself), and alone; and how long
-                            they waited between two tokens
+        decode              tokens a second of 32 that decode: alone, with four conversations a second that come from
+                            RAM, and with four short prompts a second: what comes of rows, and not of pages; and how
+                            long they waited between two tokens
         nothing-to-reuse    prompts that nobody asked before, with RAM and without: tokens a second, seconds to the
                             first token, and the shares of both
         nothing-to-reuse-disk DIR   the same with --kv-store in a new folder there, and without; `--small` before it
@@ -153,29 +153,25 @@ def decode(row: str) -> None:
     for ids in prompts:
         ask(core, [ids])
     settle(core)
-    # Three have room in the pool beside those that decode; twelve in turn never do.
-    for name, asked_for in (("", []), ("ram", prompts), ("pool", prompts[:3]), ("", [])):
-        if name == "pool":
-            core.scheduler.reset_prefix_cache()  # The pool has room for them, and nothing leaves it.
-            for ids in asked_for:
-                ask(core, [ids])
+    for beside in ("nobody", "conversations", "short prompts", "nobody"):
         for number in range(DECODERS):
             add(core, f"d{number}-{time.monotonic()}", [number + 3] * 64, 1900)
-        figures = decode_beside(core, asked_for)
-        say(row, beside=name, moving=name == "ram", **figures, **tiers_of(core.stats()))
+        figures = decode_beside(core, [] if beside == "nobody" else prompts, short=beside == "short prompts")
+        say(row, beside=beside, **figures, **tiers_of(core.stats()))
         for request_id in list(core.scheduler._sequences):
             core.abort(request_id)
         settle(core)
     llm.close()
 
 
-def decode_beside(core: EngineCore, prompts: list[list[int]]) -> dict[str, Any]:
-    """While these are asked in turn, four a second."""
+def decode_beside(core: EngineCore, prompts: list[list[int]], *, short: bool) -> dict[str, Any]:
+    """While these are asked in turn, four a second. `short`: as many of their tokens as are left to compute."""
     tokens, asked, begin = 0, 0, time.perf_counter()
     took, before = list[float](), begin
     while (seconds := time.perf_counter() - begin) < DECODED_S:
         if prompts and asked < seconds * 4:
-            add(core, f"c{asked}-{begin}", prompts[asked % len(prompts)])
+            ids = prompts[asked % len(prompts)]
+            add(core, f"c{asked}-{begin}", [asked + 7, *ids[:15]] if short else ids)
             asked += 1
         new = sum(len(one.token_ids) for one in core.step() if one.request_id.startswith("d"))
         tokens += new

@@ -71,6 +71,8 @@ class LowerTiers:
         self._stored_last = NULL_PAGE
         self._stores = self._writes = 0
         """Pages on their way to RAM or disk, and of these to disk."""
+        self._save_failed = False
+        """Since the last step with rows."""
         self._owed = False
         """Pages of who runs are to be saved before the pool shrinks, and were not when the last plan was made."""
         self._to_write: OrderedDict[Key, None] = OrderedDict()
@@ -86,8 +88,15 @@ class LowerTiers:
 
     @property
     def pending(self) -> bool:
-        """With what shall be written to disk."""
-        return self.copying or bool(self._to_write)
+        """With what shall be written to disk, or saved because RAM has pages that nobody needs."""
+        return self.copying or bool(self._to_write) or self._saving_ahead
+
+    @property
+    def _saving_ahead(self) -> bool:
+        """Not where it has just failed: nobody asks for anything, and it may fail for ever."""
+        if self._save_failed or not self.limits.saves_ahead or not self.host.free:
+            return False
+        return any(True for _ in self._pool.unsaved)
 
     @property
     def spared(self) -> bool:
@@ -99,6 +108,11 @@ class LowerTiers:
     @property
     def most_storing(self) -> int:
         return min(self.limits.most_storing, max(1, int(self._pool.total * self.limits.storing_share)))
+
+    def _stores_a_plan(self, step_tokens: int) -> int:
+        """Pages that a plan with so many tokens may begin to store: as many as it fills at least, so that those that
+        are kept spare last. Where nobody computes, or the pool shall shrink, as many as may be on their way."""
+        return self.limits.stores_a_plan + step_tokens if step_tokens and not self.spare_wanted else self.most_storing
 
     @property
     def spare_pages(self) -> int:
@@ -267,18 +281,20 @@ class LowerTiers:
         """So many are to be free or saved for a while. Before the next plan nobody knows that they are."""
         self.spare_wanted, self._owed = pages, True
 
-    def plan_saves(
-        self, running: Iterable[RunningPages], applied_step: int, most: int | None = None
-    ) -> list[BlockCopy]:
-        """To RAM: idle pages in the order in which they would go, then those of who runs, the youngest first. `most`:
-        no more than these."""
+    def plan_saves(self, running: Iterable[RunningPages], applied_step: int, step_tokens: int = 0) -> list[BlockCopy]:
+        """To RAM: idle pages in the order in which they would go, then those of who runs, the youngest first. While RAM
+        has pages that nobody needs, all idle pages go there, some with each step: whoever comes with much finds them
+        saved."""
         spare, self._owed = max(self.spare_pages, self.spare_wanted), False
         room, copies = self.most_storing - self._stores, list[BlockCopy]()
-        budget = room if most is None else min(room, most)
-        if not self.host.total or self._pool.spare >= spare:
+        budget = min(room, self._stores_a_plan(step_tokens))
+        if not self.host.total:
             return copies
+        if self._pool.spare >= spare:
+            ahead = self.limits.saves_ahead and self.limits.saves_ahead + step_tokens
+            budget = min(budget, self.host.free, ahead)
         leaving = self._leaving(running) if self._pool.available < spare else []
-        for pages in (self._next_idle(room), *leaving):
+        for pages in (self._next_idle(room if budget > 0 else 0), *leaving):
             for page in pages:
                 if len(copies) >= budget:
                     break
@@ -343,28 +359,23 @@ class LowerTiers:
 
     # --- plans and results ---
 
-    def plan(
-        self, running: Iterable[RunningPages], applied_step: int, *, written: int | None = None
-    ) -> list[BlockCopy]:
-        """Copies for the plan that is being made. `running`: the youngest first. `written`: pages that its rows fill,
-        about; None: it has no rows, and nobody is late if it takes long to make."""
-        copies = list[BlockCopy]()
+    def plan(self, running: Iterable[RunningPages], applied_step: int, step_tokens: int = 0) -> list[BlockCopy]:
+        """Copies for the plan that is being made. `running`: the youngest first. `step_tokens`: of the plan: the more
+        there are the longer it takes, and the next copies are planned when it is over."""
+        copies, most_loading = list[BlockCopy](), self.limits.most_loading + step_tokens
+        self._save_failed = self._save_failed and not step_tokens
         for tier, queued in self._queued.items():
-            most = self.limits.most_loading_disk if tier is Tier.DISK else self.limits.most_loading
-            while queued and self._in_flight[tier] < most and len(copies) < self.limits.loads_a_plan:
-                if sum(self._in_flight.values()) >= self.limits.most_loading:
+            most = self.limits.most_loading_disk if tier is Tier.DISK else most_loading
+            while queued and self._in_flight[tier] < most and len(copies) < self.limits.loads_a_plan + step_tokens:
+                if sum(self._in_flight.values()) >= most_loading:
                     break
                 load = queued.popleft()
                 self._copies[load.copy.copy_id] = load
                 self._in_flight[tier] += 1
                 copies.append(load.copy)
-        budget, before = self.most_storing - self._stores, self._stores
-        if written is not None and not self.spare_wanted:
-            # As fast as pages are filled at least, so that those that are kept spare last.
-            budget = min(budget, self.limits.stores_a_plan + written)
-        if budget > 0:
+        if (budget := min(self.most_storing - self._stores, self._stores_a_plan(step_tokens))) > 0:
             copies += self._plan_writes(applied_step, budget)
-            copies += self.plan_saves(running, applied_step, budget - (self._stores - before))
+            copies += self.plan_saves(running, applied_step, step_tokens)
         return copies
 
     def end(self, copy_id: int, arrived: bool) -> bool:
@@ -387,6 +398,7 @@ class LowerTiers:
             self.stored_pages[Tier.HOST] += 1
             self.host.arrived(ended.target, self._saved_in_pool)
         else:
+            self._save_failed = True
             self.host.lost(ended.target)
         self._pool.end_transfer(ended.source)
         return True

@@ -230,6 +230,7 @@ class GpuRunner(MovableWeights):
             if self._page_copies is not None:
                 self._page_copies.launch_stores(plan)
                 step.over, step.host_pages = self._copies_over, self._page_copies.host_pages
+                step.loading_s = self._page_copies.loading_s
         step.adapters = arrived
         for row in plan.rows:
             if row.samples and row.slot not in step.late:
