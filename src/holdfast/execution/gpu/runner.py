@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 
 import numpy
@@ -477,6 +477,8 @@ class GpuRunner(MovableWeights):
             return
         with self._here():
             if self._graphs is not None:
+                with suppress(RuntimeError):  # A device that has failed computes nothing any more.
+                    torch.cuda.synchronize(self.device)  # A step that nobody has read may still be computed.
                 self._graphs.close()
             self._graphs = None
             if self._page_copies is not None:
