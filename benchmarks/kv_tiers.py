@@ -7,7 +7,8 @@
                             with 72 GiB of --kv-ram and without: seconds to the first token of the second round
         at-once             the same with RAM, the second round all at once: the last first token
         decode              tokens a second of 32 that decode: alone, with four conversations a second that come from
-                            RAM, and with four short prompts a second: what comes of rows, and not of pages
+                            RAM, and with four short prompts a second: what comes of rows, and not of pages; and how
+                            long they waited between two tokens
         nothing-to-reuse    prompts that nobody asked before, with RAM and without: tokens a second, seconds to the
                             first token, and the shares of both
         nothing-to-reuse-disk DIR   the same with --kv-store in a new folder there, and without; `--small` before it
@@ -21,6 +22,7 @@ Dummy weights in real shapes, token ids, no tokenizer; a line of JSON each. Engi
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import sys
@@ -75,6 +77,8 @@ def open_llm(config: dict[str, Any], **settings: Any) -> tuple[LLM, EngineCore]:
     llm = LLM(str(folder), **(usual | LONG | settings))
     core = llm._engine()
     ask(core, [list(range(3, 67))])
+    gc.collect()
+    gc.freeze()  # As the engine process of a server does: else a collection looks through all of torch.
     return llm, core
 
 
@@ -136,8 +140,8 @@ def conversations(row: str, *, ram: bool, at_once: bool) -> None:
 
 
 def wait_for_ram(core: EngineCore, ram: bool) -> None:
-    """Until all of it is pinned; steps tell."""
-    while ram and not any(one.tier == "ram" and one.total_bytes >= 70 << 30 for one in core.stats().kv_tiers):
+    """Until all of it is pinned; steps tell. Launches wait for the driver while it pins."""
+    while ram and not any(one.tier == "ram" and one.total_bytes == 72 << 30 for one in core.stats().kv_tiers):
         ask(core, [[7, 8, 9]])
         time.sleep(0.2)
 
@@ -152,18 +156,32 @@ def decode(row: str) -> None:
     for beside in ("nobody", "conversations", "short prompts", "nobody"):
         for number in range(DECODERS):
             add(core, f"d{number}-{time.monotonic()}", [number + 3] * 64, 1900)
-        tokens, asked, begin = 0, 0, time.perf_counter()
-        while (seconds := time.perf_counter() - begin) < DECODED_S:
-            if beside != "nobody" and asked < seconds * 4:  # Four a second.
-                ids = prompts[asked % len(prompts)]
-                add(core, f"c{asked}-{begin}", ids if beside == "conversations" else [asked + 7, *ids[:15]])
-                asked += 1
-            tokens += sum(len(one.token_ids) for one in core.step() if one.request_id.startswith("d"))
-        say(row, beside=beside, tok_per_s=tokens / seconds, asked=asked, **tiers_of(core.stats()))
+        figures = decode_beside(core, [] if beside == "nobody" else prompts, short=beside == "short prompts")
+        say(row, beside=beside, **figures, **tiers_of(core.stats()))
         for request_id in list(core.scheduler._sequences):
             core.abort(request_id)
         settle(core)
     llm.close()
+
+
+def decode_beside(core: EngineCore, prompts: list[list[int]], *, short: bool) -> dict[str, Any]:
+    """While these are asked in turn, four a second. `short`: as many of their tokens as are left to compute."""
+    tokens, asked, begin = 0, 0, time.perf_counter()
+    took, before = list[float](), begin
+    while (seconds := time.perf_counter() - begin) < DECODED_S:
+        if prompts and asked < seconds * 4:
+            ids = prompts[asked % len(prompts)]
+            add(core, f"c{asked}-{begin}", [asked + 7, *ids[:15]] if short else ids)
+            asked += 1
+        new = sum(len(one.token_ids) for one in core.step() if one.request_id.startswith("d"))
+        tokens += new
+        if new:
+            now = time.perf_counter()
+            took.append(now - before)
+            before = now
+    took.sort()
+    between = {f"between_tokens_p{p}_s": took[len(took) * p // 100] for p in (50, 90, 99)}
+    return {"tok_per_s": tokens / seconds, "asked": asked, **between, "between_tokens_most_s": took[-1]}
 
 
 def nothing_to_reuse(row: str, scale: Scale, folder: str | None) -> None:

@@ -12,6 +12,7 @@ from streamed_tiny import Streamed
 from tiny_gpu import Tiny, prompt, run, tokens_of
 
 from holdfast.engine.core.loop import EngineCore
+from holdfast.execution.gpu.memory import pinned_staging
 from holdfast.execution.streaming.copies import CudaCopies
 from holdfast.execution.streaming.pinned_memory import PinnedMemory
 from holdfast.execution.tiers.gpu import GpuPageCopies, HostMemory
@@ -58,6 +59,32 @@ def test_what_left_the_pool_comes_back(tiny: Tiny, device: torch.device) -> None
     ask_again(core, tiny)
     windowed = tiny.spec.layers[0].window is not None  # Its pages may all have stayed in the pool.
     assert windowed or core.scheduler.kv.below_hits_total[Tier.HOST] >= 8
+    core.close()
+
+
+@pytest.mark.usefixtures("few_programs")
+def test_what_a_step_says_and_is_told_passes_pages_by(
+    tiny: Tiny, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No engine that copies pages is asked for it: to each step its rows, from each its tokens."""
+    moved, move = list[tuple[str, str]](), pinned_staging.move_words
+
+    def counted(target: torch.Tensor, source: torch.Tensor) -> None:
+        own = {one.data_ptr() for one in core.runner._sampled}
+        moved.append(("told" if target.data_ptr() in own else "said", str(source.dtype)))
+        move(target, source)
+
+    core = tiny.core(device, gpu=True, blocks=20, slots=2, step=32)
+    monkeypatch.setattr(pinned_staging, "move_words", counted)
+    params = [SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)]
+    run(core, [prompt(1, 9)], params)
+    assert not moved, "without tiers the engines have nothing else to do"
+    core = with_ram(core, device, 20)
+    moved.clear()
+    (outputs,) = run(core, [prompt(2, 9)], params)
+    tiny.assert_greedy(prompt(2, 9), tokens_of(outputs))
+    assert moved.count(("told", "torch.int32")) == 3
+    assert moved.count(("said", "torch.int32")) >= 4, "the prompt and its table, and the rows of each step"
     core.close()
 
 

@@ -246,11 +246,12 @@ class SlotBuffers:
         self._check_pages(plan)
 
     def _check_copy(self, copy: BlockCopy, blocks: int, tiers: Container[int]) -> None:
-        below = [tier for tier in (copy.source_tier, copy.target_tier) if tier]
-        if len(below) > 1 or any(tier not in tiers for tier in below):
+        source_below, target_below = copy.source_tier, copy.target_tier
+        below = source_below or target_below
+        if below and ((source_below and target_below) or below not in tiers):
             raise _wrong("it copies blocks between tiers that this runner does not have", found=repr(copy))
-        within = [page for page, tier in ((copy.source, copy.source_tier), (copy.target, copy.target_tier)) if not tier]
-        if not all(0 < page < blocks for page in within) or copy.before_step == bool(below):
+        there = (source_below or 0 < copy.source < blocks) and (target_below or 0 < copy.target < blocks)
+        if not there or copy.before_step == bool(below):
             raise _wrong(
                 "it copies a page that is not there, or too late", needed=f"1 to {blocks - 1}", found=repr(copy)
             )

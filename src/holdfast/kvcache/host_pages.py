@@ -95,17 +95,19 @@ class HostPages:
         self._awaited.add((group, key))
         return page
 
-    def arrived(self, page: int) -> Key | None:
-        """It is filled. Says with what; None: that was forgotten meanwhile. `note_pool` is told next."""
+    def arrived(self, page: int, in_pool: Callable[[Key], bool] = lambda key: False) -> None:
+        """It is filled, unless that was forgotten meanwhile. `in_pool`: whether the pool has this too."""
         key = self._arriving.pop(page)
         if key is None:
             self._free.append(page)
-            return None
+            return
         self._awaited.remove(key)
         self._key[page] = key
         self._index[key[0]][key[1]] = page
-        self._line[page] = None
-        return key
+        if in_pool(key):
+            self._doubles.add(page)
+        else:
+            self._line[page] = None
 
     def lost(self, page: int) -> None:
         """It was not filled."""

@@ -163,6 +163,14 @@ class BlockPool:
         block.references += 1
         block.state = state
 
+    def begin_store(self, block: Block) -> None:
+        """A transfer of a cached page, idle or not: of thousands at once, so in one piece."""
+        assert block.state is BlockState.RESIDENT, f"page {block.id} is {block.state.value}; only a resident one moves"
+        if block.references == 0:
+            del (self._saved if block.saved else self._idle)[block.id]
+        block.references += 1
+        block.state = BlockState.STORING
+
     def end_transfer(self, block_id: int) -> None:
         block = self.blocks[block_id]
         assert block.state in (BlockState.LOADING, BlockState.STORING), f"page {block_id} is not being moved"

@@ -49,6 +49,9 @@ class TierLimits:
     """Of these, from disk: of one that nobody waits for any more the page is not free before it has come."""
     most_storing: int = 64
     """Pages on their way to RAM and to disk at once: they can be given to nobody meanwhile."""
+    stores_a_plan: int = 1024
+    """Of these, that one plan with rows begins, and one more with each of its tokens: planning them takes time of who
+    decodes. All where the pool shall shrink."""
     saves_ahead: int = 0
     """Of these, that one plan begins while enough are spare, and one more with each of its tokens: planning them takes
     time of who decodes. 0: none."""

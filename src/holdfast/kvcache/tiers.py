@@ -12,13 +12,14 @@ Only what steps that were applied have written is stored: a row of another may s
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 from holdfast.kvcache.host_pages import HostPages, Key
-from holdfast.kvcache.pool import Block, BlockPool, BlockState, Tier
+from holdfast.kvcache.pool import NULL_PAGE, Block, BlockPool, BlockState, Tier
 from holdfast.kvcache.prefix import PrefixIndex
 from holdfast.kvcache.tier_records import Fetch, FoundBelow, StoredPages, TierLimits
 from holdfast.records.steps import BlockCopy
@@ -37,14 +38,9 @@ class _Load:
     copy: BlockCopy
     group: int
     key: bytes
-    fetches: list[Fetch]
+    fetches: Sequence[Fetch]
     forgotten: bool = False
     """The cache was reset since: it is indexed no more."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Store:
-    copy: BlockCopy
 
 
 class LowerTiers:
@@ -68,10 +64,11 @@ class LowerTiers:
         self._queued: dict[Tier, deque[_Load]] = {Tier.DISK: deque(), Tier.HOST: deque()}
         """Loads that have not been planned yet, by where they come from: who comes from RAM does not stand behind who
         comes from a disk, which may hang."""
-        self._copies: dict[int, _Load | _Store] = {}
-        """Planned, and not over."""
+        self._copies: dict[int, _Load | BlockCopy] = {}
+        """Planned, and not over; of a page that is stored the copy itself."""
         self._in_flight = {Tier.HOST: 0, Tier.DISK: 0}
         """Loads, by where they come from."""
+        self._stored_last = NULL_PAGE
         self._stores = self._writes = 0
         """Pages on their way to RAM or disk, and of these to disk."""
         self._save_failed = False
@@ -112,6 +109,11 @@ class LowerTiers:
     def most_storing(self) -> int:
         return min(self.limits.most_storing, max(1, int(self._pool.total * self.limits.storing_share)))
 
+    def _stores_a_plan(self, step_tokens: int) -> int:
+        """Pages that a plan with so many tokens may begin to store: as many as it fills at least, so that those that
+        are kept spare last. Where nobody computes, or the pool shall shrink, as many as may be on their way."""
+        return self.limits.stores_a_plan + step_tokens if step_tokens and not self.spare_wanted else self.most_storing
+
     @property
     def spare_pages(self) -> int:
         return min(self.limits.spare_pages, int(self._pool.total * self.limits.spare_share))
@@ -119,8 +121,7 @@ class LowerTiers:
     @property
     def pages_coming(self) -> int:
         """Pages of the pool that can be had as soon as copies are over, and not before."""
-        copies = (one.copy for one in self._copies.values())
-        pages = (one.source if one.source_tier == Tier.DEVICE else one.target for one in copies)
+        pages = (one.copy.target if isinstance(one, _Load) else one.source for one in self._copies.values())
         return sum(self._pool.blocks[page].references == 1 for page in pages)
 
     def in_flight(self, tier: Tier) -> int:
@@ -158,51 +159,52 @@ class LowerTiers:
     def begin(self, hashes: Sequence[bytes], found: FoundBelow, before: int) -> tuple[Fetch, list[list[int]]]:
         """Pages for all that was found, referred to; what is not in the pool is loaded. The caller has looked whether
         there are pages for it. Returns them by group, from the first entry that is needed on."""
-        fetch, tables, tiers = Fetch(before), list[list[int]](), [Tier.DEVICE] * found.blocks
+        fetch, tables, tiers = Fetch(before), list[list[int]](), [int(Tier.DEVICE)] * found.blocks
+        refer = self._pool.refer
         # What is there is taken first: a page for the rest may be one that is evicted.
         for group, first in enumerate(found.first_entries):
             pages, loading, table = self._index.pages(group), self._loading[group], list[int]()
-            for key in hashes[first : found.blocks]:
+            for place, key in enumerate(hashes[first : found.blocks], first):
                 load = loading.get(key)
-                page = pages.get(key) if load is None else load.copy.target
-                if page is not None:
-                    self._pool.refer(page)
+                page = pages.get(key, 0) if load is None else load.copy.target
+                if page:
+                    refer(page)
                 if load is not None:
-                    self._await(load, fetch)
-                table.append(page or 0)
+                    load.fetches = [*load.fetches, fetch]
+                    fetch.waiting += 1
+                    tiers[place] = max(tiers[place], load.copy.source_tier)
+                table.append(page)
             tables.append(table)
+        fetches = [fetch]
         for group, (first, table) in enumerate(zip(found.first_entries, tables, strict=True)):
-            for place, page in self._places(group, hashes[first : found.blocks], table):
-                load = self._load(group, hashes[first + place], page)
-                self._await(load, fetch)
+            keys = hashes[first : found.blocks]
+            for place, page in self._places(group, keys, table):
+                tier = self._load(group, keys[place], page, fetches)
+                tiers[first + place] = max(tiers[first + place], tier)
                 table[place] = page
-            for place, key in enumerate(hashes[first : found.blocks]):
-                if (coming := self._loading[group].get(key)) is not None:
-                    tiers[first + place] = max(tiers[first + place], Tier(coming.copy.source_tier))
         fetch.blocks = {tier: tiers.count(tier) for tier in (Tier.HOST, Tier.DISK)}
         return fetch, tables
 
     def _places(self, group: int, keys: Sequence[bytes], table: list[int]) -> list[tuple[int, int]]:
         """Entries without a page, and a page for each: those that lie beside each other in RAM get pages that do."""
-        host = self.host.pages(group)
+        host, allocate = self.host.pages(group), self._pool.allocate
         missing = sorted((host.get(keys[place], -1), place) for place, page in enumerate(table) if not page)
-        pages = sorted(self._pool.allocate(group).id for _ in missing)
+        pages = sorted(allocate(group).id for _ in missing)
         return [(place, page) for (_, place), page in zip(missing, pages, strict=True)]
 
-    def _await(self, load: _Load, fetch: Fetch) -> None:
-        load.fetches.append(fetch)
-        fetch.waiting += 1
-
-    def _load(self, group: int, key: bytes, page: int) -> _Load:
+    def _load(self, group: int, key: bytes, page: int, fetches: Sequence[Fetch]) -> Tier:
+        """For these, who wait for it. Returns where it comes from."""
         self._pool.begin_transfer(page, BlockState.LOADING)
         if key in self.host.pages(group):
             source, tier, stored = self.host.pin(group, key), Tier.HOST, b""
         else:
             source, tier, stored = 0, Tier.DISK, stored_key(group, key)
         copy = BlockCopy(self._number(), tier, source, Tier.DEVICE, page, False, stored)
-        load = self._loading[group][key] = _Load(copy, group, key, [])
+        load = self._loading[group][key] = _Load(copy, group, key, fetches)
         self._queued[tier].append(load)
-        return load
+        for fetch in fetches:
+            fetch.waiting += 1
+        return tier
 
     def drop(self, fetch: Fetch) -> None:
         """Nobody waits for it any more, and its pages were given back. What is on its way comes all the same, and stays
@@ -284,15 +286,15 @@ class LowerTiers:
         has pages that nobody needs, all idle pages go there, some with each step: whoever comes with much finds them
         saved."""
         spare, self._owed = max(self.spare_pages, self.spare_wanted), False
-        budget, copies = self.most_storing - self._stores, list[BlockCopy]()
+        room, copies = self.most_storing - self._stores, list[BlockCopy]()
+        budget = min(room, self._stores_a_plan(step_tokens))
         if not self.host.total:
             return copies
         if self._pool.spare >= spare:
             ahead = self.limits.saves_ahead and self.limits.saves_ahead + step_tokens
             budget = min(budget, self.host.free, ahead)
         leaving = self._leaving(running) if self._pool.available < spare else []
-        # In the order of their numbers: pages beside each other go in one piece, to places beside each other.
-        for pages in (sorted(islice(self._pool.unsaved, max(0, budget))), *leaving):
+        for pages in (self._next_idle(room if budget > 0 else 0), *leaving):
             for page in pages:
                 if len(copies) >= budget:
                     break
@@ -301,6 +303,13 @@ class LowerTiers:
         if self.spare_wanted:
             self._owed = any(self._unsaved(self._pool.blocks[page]) for pages in leaving for page in pages)
         return copies
+
+    def _next_idle(self, most: int) -> list[int]:
+        """The first of those that would go, in the order of their numbers: pages beside each other go in one piece, to
+        places beside each other. From where the last plan ended: pages with lower numbers may have come since."""
+        pages = sorted(islice(self._pool.unsaved, max(0, most)))
+        place = bisect_right(pages, self._stored_last)
+        return pages[place:] + pages[:place]
 
     def _leaving(self, running: Iterable[RunningPages]) -> list[Sequence[int]]:
         """Pages of those that may be preempted next, or will be by a pool that shrinks; the youngest first."""
@@ -328,11 +337,10 @@ class LowerTiers:
         return block.state is BlockState.RESIDENT and block.step <= applied_step
 
     def _store(self, block: Block, tier: Tier, place: int, key: bytes) -> BlockCopy:
-        self._pool.refer(block.id)
-        self._pool.begin_transfer(block.id, BlockState.STORING)
-        self._pool.release(block.id)
+        self._pool.begin_store(block)
+        self._stored_last = block.id
         copy = BlockCopy(self._number(), Tier.DEVICE, block.id, tier, place, False, key)
-        self._copies[copy.copy_id] = _Store(copy)
+        self._copies[copy.copy_id] = copy
         self._stores += 1
         self._writes += tier is Tier.DISK
         return copy
@@ -342,17 +350,16 @@ class LowerTiers:
         if page is not None:
             self._pool.note_saved(self._pool.blocks[page], False)
 
-    def _came_to_host(self, key: Key) -> None:
+    def _saved_in_pool(self, key: Key) -> bool:
+        """It lies in RAM from now on. Says whether the pool has it too."""
         page = self._index.pages(key[0]).get(key[1])
         if page is not None:
-            self.host.note_pool(*key, True)
             self._pool.note_saved(self._pool.blocks[page], True)
+        return page is not None
 
     # --- plans and results ---
 
-    def plan(
-        self, running: Iterable[RunningPages], applied_step: int, step_tokens: int = 0, *, stores: bool = True
-    ) -> list[BlockCopy]:
+    def plan(self, running: Iterable[RunningPages], applied_step: int, step_tokens: int = 0) -> list[BlockCopy]:
         """Copies for the plan that is being made. `running`: the youngest first. `step_tokens`: of the plan: the more
         there are the longer it takes, and the next copies are planned when it is over."""
         copies, most_loading = list[BlockCopy](), self.limits.most_loading + step_tokens
@@ -366,7 +373,7 @@ class LowerTiers:
                 self._copies[load.copy.copy_id] = load
                 self._in_flight[tier] += 1
                 copies.append(load.copy)
-        if stores and (budget := self.most_storing - self._stores) > 0:
+        if (budget := min(self.most_storing - self._stores, self._stores_a_plan(step_tokens))) > 0:
             copies += self._plan_writes(applied_step, budget)
             copies += self.plan_saves(running, applied_step, step_tokens)
         return copies
@@ -376,28 +383,32 @@ class LowerTiers:
         ended = self._copies.pop(copy_id, None)
         if ended is None:
             return False
-        copy, self.failed_copies = ended.copy, self.failed_copies + (not arrived)
+        self.failed_copies += not arrived
         if isinstance(ended, _Load):
-            tier = Tier(copy.source_tier)
+            tier = Tier(ended.copy.source_tier)
             self._in_flight[tier] -= 1
             self.loaded_pages[tier] += arrived
             self.lost_pages[tier] += not arrived
             self._end_load(ended, arrived=arrived, intact=arrived)
             return True
         self._stores -= 1
-        tier = Tier(copy.target_tier)
-        self._writes -= tier is Tier.DISK
-        self.stored_pages[tier] += arrived
-        if tier is Tier.DISK and copy.key in self._unwanted:
+        if ended.target_tier == Tier.DISK:
+            self._end_write(ended, arrived)
+        elif arrived:
+            self.stored_pages[Tier.HOST] += 1
+            self.host.arrived(ended.target, self._saved_in_pool)
+        else:
+            self._save_failed = True
+            self.host.lost(ended.target)
+        self._pool.end_transfer(ended.source)
+        return True
+
+    def _end_write(self, copy: BlockCopy, arrived: bool) -> None:
+        self._writes -= 1
+        self.stored_pages[Tier.DISK] += arrived
+        if copy.key in self._unwanted:
             self._unwanted.remove(copy.key)
             self._forget_stored([copy.key])
-        if tier is Tier.HOST and not arrived:
-            self._save_failed = True
-            self.host.lost(copy.target)
-        elif tier is Tier.HOST and (key := self.host.arrived(copy.target)) is not None:
-            self._came_to_host(key)
-        self._pool.end_transfer(copy.source)
-        return True
 
     def give_up(self, copies: Iterable[int]) -> None:
         """Loads that will never be over. They have not failed: nobody waited for them."""
@@ -418,7 +429,7 @@ class LowerTiers:
                     load.forgotten = True
         names = [stored_key(group, key) for group in range(len(self._loading)) for key in keys]
         self._forget_stored(names)
-        going = {one.copy.key for one in self._copies.values() if one.copy.target_tier == Tier.DISK}
+        going = {one.key for one in self._copies.values() if isinstance(one, BlockCopy)}
         self._unwanted |= going.intersection(names)
 
     def _forget_stored(self, names: Sequence[bytes]) -> None:
@@ -447,7 +458,7 @@ class LowerTiers:
         self.host.recount()
         moving = [block.id for block in self._pool.blocks if block.state in (BlockState.LOADING, BlockState.STORING)]
         queued = [load for loads in self._queued.values() for load in loads]
-        copies = [one.copy for one in (*self._copies.values(), *queued)]
+        copies = [one.copy if isinstance(one, _Load) else one for one in (*self._copies.values(), *queued)]
         named = sorted(one.source if one.source_tier == Tier.DEVICE else one.target for one in copies)
         assert moving == named, f"pages {moving} are in transfer, copies are of {named}"
         for block in self._pool.blocks:
@@ -456,7 +467,7 @@ class LowerTiers:
         self.host.check_doubles(
             [(block.group, block.hash) for block in self._pool.blocks if block.saved and block.hash]
         )
-        writes = sum(one.copy.target_tier == Tier.DISK for one in self._copies.values())
+        writes = sum(one.target_tier == Tier.DISK for one in copies)
         assert self._writes == writes, f"{self._writes} pages count as on their way to disk, {writes} are"
         loads = [one for one in (*self._copies.values(), *queued) if isinstance(one, _Load)]
         known = {id(load) for loading in self._loading for load in loading.values()}

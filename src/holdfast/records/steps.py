@@ -74,10 +74,11 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
         return self.score_to - self.score_from
 
 
-class BlockCopy(msgspec.Struct, frozen=True, array_like=True):
+class BlockCopy(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One page to move. `before_step`: within the pool, and the step's rows may read it. Else it is moved between tiers
     while steps go on, and told of when it is over: what comes to the pool is read by nobody before, nor written; what
-    leaves it is as the rows of this step have left it, and stays so until then."""
+    leaves it is as the rows of this step have left it, and stays so until then.
+    Thousands are on their way at once: the collector of cycles, for which it has none, does not look through them."""
 
     copy_id: int
     source_tier: int

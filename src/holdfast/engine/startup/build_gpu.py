@@ -67,6 +67,8 @@ START_TRIES = 4
 MOST_LOADING, MOST_STORING, SPARE_PAGES, SAVES_AHEAD = 1024, 1024, 2048, 32
 """KV pages on their way to the pool and from it at once, those of it that are kept free or saved in RAM, and those that
 a step saves beyond that while RAM has pages that nobody needs."""
+STORES_A_PLAN = 128
+"""Of those from it, that a step begins, and one more with each token: a millisecond of books beside who decodes."""
 
 RAM_SHARE, RAM_KEPT_BYTES = 0.9, 3 * GIB
 """Of what is free once layers are pinned, and how much of that stays free: as plans leave it."""
@@ -240,6 +242,7 @@ def use_kv_tiers(plan: Plan, runner: GpuRunner, store: Store | None, tier_file: 
         most_loading=MOST_LOADING,
         most_loading_disk=places,
         most_storing=MOST_STORING,
+        stores_a_plan=STORES_A_PLAN,
         saves_ahead=SAVES_AHEAD,
         most_writing=places,
         storing_share=1 / 8,

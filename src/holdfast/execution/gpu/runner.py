@@ -27,6 +27,7 @@ from holdfast.execution.gpu.layers.lora import GpuAdapters
 from holdfast.execution.gpu.memory.kv_range import KVRange
 from holdfast.execution.gpu.memory.movable_weights import MovableWeights
 from holdfast.execution.gpu.memory.oom import give_back_cached, is_shortage
+from holdfast.execution.gpu.memory.pinned_staging import carry
 from holdfast.execution.gpu.sampling import DeviceSampler, FoundScores, Work
 from holdfast.execution.gpu.slots import DeviceSlots
 from holdfast.execution.gpu.split_step import run_in_parts
@@ -246,7 +247,12 @@ class GpuRunner(MovableWeights):
         return self.submit(plan).result()
 
     def use_tiers(self, copies: GpuPageCopies) -> None:
-        """What moves pages between the pool and tiers below it; before the first step that asks for it."""
+        """What moves pages between the pool and tiers below it; before the first step that asks for it. What steps say
+        and are told goes past the copy engines from now on, which may be busy with pages."""
+        with self._here():
+            self._slots.send_beside_pages()
+            self._forms.send_beside_pages()
+            carry(self._sampled[0], self._sampler.sampled, beside_pages=True)  # Compiled before a step needs it.
         self._page_copies, self.host_pages, self.host_settled = copies, copies.host_pages, copies.host_settled
 
     def _copies_over(self, wait: bool) -> tuple[list[int], list[int]]:
@@ -332,7 +338,8 @@ class GpuRunner(MovableWeights):
         found = scores = None
         if slots:
             found = self._sampler.logprobs(self._logits, slots)
-            self._sampled[place][: len(slots)].copy_(self._sampler.sampled[: len(slots)], non_blocking=True)
+            told, sampled = self._sampled[place][: len(slots)], self._sampler.sampled[: len(slots)]
+            carry(told, sampled, beside_pages=self._page_copies is not None)
         if stream is not None and step.scored is not None:
             scores = self._score(step, step.scored, stream, [row for row in rows if row.scored])
         arrived = self._arrived[place]

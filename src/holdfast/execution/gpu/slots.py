@@ -39,6 +39,10 @@ class DeviceSlots:
     def nbytes(self) -> int:
         return self._words.nbytes + self._updates.nbytes
 
+    def send_beside_pages(self) -> None:
+        """From now on pages come over the link beside steps."""
+        self._updates.beside_pages = True
+
     def apply(self, plan: StepPlan) -> None:
         """Ids of sequences that start, and new entries of tables. What is not overwritten is never read again."""
         places, values = list[Words](), list[Words]()

@@ -77,6 +77,10 @@ class BatchBuilder:
     def nbytes(self) -> int:
         return self._decode.nbytes + self._mixed.nbytes
 
+    def send_beside_pages(self) -> None:
+        """From now on pages come over the link beside steps."""
+        self._decode.beside_pages = self._mixed.beside_pages = True
+
     def decode(self, rows: Sequence[Row], size: int) -> DeviceStep:
         """Padded to `size` rows. The same size gives the same addresses."""
         slots = numpy.full(size, -1, dtype=numpy.int32)

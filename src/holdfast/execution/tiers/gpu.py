@@ -16,6 +16,7 @@ import mmap
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ MOST_RUN = 32
 """Pages in one piece: it is over as a whole."""
 
 Over = tuple[list[int], list[int]]
+_SOURCE, _TARGET = attrgetter("source"), attrgetter("target")
 
 
 class HostMemory:
@@ -206,7 +208,7 @@ class GpuPageCopies:
         if coming:
             assert self._host is not None
             after = self._launched()
-            for run in self._runs(coming, lambda copy: (copy.source, copy.target)):
+            for run in self._runs(coming, loads=True):
                 source = self._host.run(run[0].source, len(run))
                 self._load(source, self._pages(run[0].target, len(run)), after, run)
         if self._disk is not None:
@@ -218,9 +220,7 @@ class GpuPageCopies:
         if not going:
             return
         after = self._launched()
-        for run in self._runs(
-            [copy for copy in going if copy.target_tier == Tier.HOST], lambda copy: (copy.target, copy.source)
-        ):
+        for run in self._runs([copy for copy in going if copy.target_tier == Tier.HOST], loads=False):
             assert self._host is not None
             target = self._host.run(run[0].target, len(run))
             self._store(self._pages(run[0].source, len(run)), target, after, run)
@@ -233,19 +233,21 @@ class GpuPageCopies:
                 source, target = self._pages(copy.source, 1), self._disk.place(place)
                 self._store(source, target, after, [copy], place)
 
-    def _runs(
-        self, copies: Sequence[BlockCopy], ends: Callable[[BlockCopy], tuple[int, int]]
-    ) -> Iterator[list[BlockCopy]]:
-        """`ends`: of a copy, the page in RAM and the page of the pool."""
+    def _runs(self, copies: Sequence[BlockCopy], *, loads: bool) -> Iterator[list[BlockCopy]]:
+        """Of copies from RAM or to it: those that lie beside each other at both ends."""
         assert self._host is not None or not copies
+        if self._host is None:
+            return
         run: list[BlockCopy] = []
-        for copy in sorted(copies, key=ends):
-            if run and self._host is not None:
-                (host, pool), (next_host, next_pool) = ends(run[-1]), ends(copy)
-                if not (self._host.beside(host, next_host) and next_pool == pool + 1 and len(run) < MOST_RUN):
-                    yield run
-                    run = []
+        host = pool = 0
+        for copy in sorted(copies, key=_SOURCE if loads else _TARGET):
+            source, target = copy.source, copy.target
+            next_host, next_pool = (source, target) if loads else (target, source)
+            if run and not (next_pool == pool + 1 and self._host.beside(host, next_host) and len(run) < MOST_RUN):
+                yield run
+                run = []
             run.append(copy)
+            host, pool = next_host, next_pool
         if run:
             yield run
 

@@ -1,6 +1,7 @@
 """Small integers on their way to the GPU: one pinned packet a step, one copy, and a view for each array in it.
 
 A packet is not written again before its copy is done, so that the host may prepare a step while others still run.
+Where pages go over the link beside steps, a kernel moves it: a copy engine would bring it behind them.
 """
 
 from __future__ import annotations
@@ -11,11 +12,20 @@ import numpy
 import numpy.typing
 import torch
 
+from holdfast.execution.triton_kernels.host.words import move_words
 from holdfast.footprint.gpu import whole_lines
 
 Words = numpy.typing.NDArray[numpy.int32]
 PACKETS = 4
 """One is being filled, two may be on their way or wait for their steps; one to spare."""
+
+
+def carry(target: torch.Tensor, source: torch.Tensor, *, beside_pages: bool) -> None:
+    """int32 numbers, from pinned memory to the GPU or back, in stream order. `beside_pages`: as these go."""
+    if beside_pages and len(source):
+        move_words(target, source)
+    else:
+        target.copy_(source, non_blocking=True)
 
 
 class PacketRing:
@@ -29,6 +39,8 @@ class PacketRing:
         self._filled = [pinned.numpy() for pinned in self._pinned]
         self._copied = [torch.cuda.Event() if device.type == "cuda" else None for _ in range(PACKETS)]
         self._next = 0
+        self.beside_pages = False
+        """Pages come over the link meanwhile."""
 
     @property
     def nbytes(self) -> int:
@@ -48,7 +60,7 @@ class PacketRing:
             filled[first:end] = array
             views.append(self.arrived[first:end])
             first += whole_lines(apart or len(array))
-        self.arrived[:end].copy_(self._pinned[place][:end], non_blocking=True)
+        carry(self.arrived[:end], self._pinned[place][:end], beside_pages=self.beside_pages)
         if copied is not None:
             copied.record()
         return views
