@@ -21,11 +21,11 @@ from holdfast.errors import CheckpointError
 from holdfast.execution.device import packs_weights
 from holdfast.execution.layers.linear import (
     DenseLinear,
-    DividedLinear,
     Linear,
     PackedLinear,
     QuantizedLinear,
     StackedLinear,
+    scaled_linear,
 )
 from holdfast.execution.loading.embedding import load_embedding
 from holdfast.execution.loading.expert_reads import ExpertReads
@@ -271,11 +271,8 @@ class Loader:
         bias = self.bias(names, rows)
         self.layouts.add(str(layout or self.dtype).removeprefix("torch."))
         if isinstance(layout, ScaledLayout):
-            matrix = self.scaled(names, rows, layout)
-            compiled = self.compiled and layout.compiles(columns)
-            own = None if layout.divided_inputs else bias
-            made = matrix.compiled(own) if compiled else QuantizedLinear(matrix, self.dtype, own)
-            return DividedLinear(made, layout, bias) if layout.divided_inputs else made
+            matrix, piece = self.scaled(names, rows, layout), self.tensors[names[0]].cut
+            return scaled_linear(matrix, self.dtype, bias, piece, compiled=self.compiled)
         if layout is None:
             weight = self.make((sum(rows), columns), self.dtype, self.device)
             for name, part in zip(names, torch.split(weight, rows), strict=True):

@@ -110,6 +110,11 @@ def _of_gpus(config: EngineConfig, spec: ModelSpec, stored: Mapping[str, StoredT
     if any(one.packed.packing.inputs != "plain" for one in (stored or {}).values() if one.packed is not None):
         reason = "products of these weights round their inputs, which ranks on GPUs would do each by its own part"
         yield "tensor_parallel_size", reason, ONE_RANK
+    if any(one.packed.packing.act_order for one in (stored or {}).values() if one.packed is not None):
+        reason = (
+            "the columns of these weights have an order of their own (act-order), which ranks on GPUs do not gather yet"
+        )
+        yield "tensor_parallel_size", reason, f"--device cpu, or {ONE_RANK}"
     if config.data_parallel_size > 1:
         reason = "ranks on GPUs are of one engine so far"
         yield "data_parallel_size", reason, f"leave --data-parallel-size out, or {ONE_RANK}"
@@ -137,8 +142,13 @@ def _of_divided_layers(
     of_experts = {tensor.name: _packing(tensor, spec, stored) for tensor in spec.tensors if tensor.experts}
     others = [_packing(tensor, spec, stored) for tensor in spec.tensors if not tensor.experts]
     whole = config.enable_expert_parallel
-    if any(one is not None and one.act_order for one in (*others, *(() if whole else of_experts.values()))):
-        yield "tensor_parallel_size", "the columns of these weights have an order of their own (act-order)", ONE_RANK
+    if not whole and any(one is not None and one.act_order for one in of_experts.values()):
+        reason = "the columns of these experts have an order of their own (act-order), in which they are not divided"
+        fix = f"--enable-expert-parallel, which divides no expert, or {ONE_RANK}"
+        yield "tensor_parallel_size", reason, fix
+    if any(one is not None and one.act_order and one.inputs != "plain" for one in others):
+        reason = "the columns of these weights have an order of their own (act-order), and their inputs are rounded"
+        yield "tensor_parallel_size", reason, ONE_RANK
     if whole and any(one is not None and one.inputs != "plain" and one.static_inputs for one in of_experts.values()):
         # Whole experts are multiplied as on one rank, but for this scale.
         reason = "inputs of all experts of a layer are rounded with one stored scale, which is found among all of them"
