@@ -104,7 +104,7 @@ def test_blocks_of_gguf_are_divided(expand: bool, compiled: bool, tmp_path: Path
 DIVIDED = (
     "awq", "gptq", "w4a16-asymmetric", "w8a16", "w8a8-dynamic", "w8a8-static", "w8a8-tensor-zeros", "fp8-channel",
     "fp8", "fbgemm-bounded", "fp8-weights-only", "fp8-tensor-static", "fp8-block", "fp8-static", "fp8-powers", "nf4",
-    "llm-int8", "gptq-ordered", "gptq-8-asymmetric-ordered",
+    "llm-int8", "gptq-ordered", "gptq-8-asymmetric-ordered", "w4a16-ordered",
 )  # fmt: skip
 USUAL = {
     ("awq", True),

@@ -32,7 +32,6 @@ def refuse_with_ranks(
         *_of_settings(config),
         *(_of_gpus(config, spec, stored) if config.device == "cuda" else ()),
         *(_of_divided_layers(config, spec, stored) if config.tensor_parallel_size > 1 else ()),
-        *_of_model(spec),
         *_of_machine(config, compiled_kernels),
     ):
         raise ConfigurationError(
@@ -172,15 +171,6 @@ def _packing(tensor: TensorSpec, spec: ModelSpec, stored: Mapping[str, StoredTen
 def _rounds_rows(packing: Packing | None) -> bool:
     """Inputs have one scale a row, which is found when they come."""
     return packing is not None and packing.inputs != "plain" and not packing.static_inputs and not packing.input_group
-
-
-def _of_model(spec: ModelSpec) -> Iterator[_Reason]:
-    if spec.classifier is not None and spec.classifier.token_ids:
-        yield (
-            "tensor_parallel_size",
-            "this classifier is made of rows of the vocabulary, which another rank has",
-            ONE_RANK,
-        )
 
 
 def _of_machine(config: EngineConfig, compiled_kernels: bool) -> Iterator[_Reason]:
