@@ -225,6 +225,32 @@ def test_the_head_of_equal_nodes_has_more_to_hold_and_decides() -> None:
     assert small.fit.short_bytes > 0
 
 
+OFFERED = {"ram_bytes": "ram", "max_model_len": "max_model_len"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "kinds"),
+    [
+        ({"ram": "8.6GiB"}, {"more_ram"}),
+        ({"model": "llama-3.1-8b", "ram": "12.2GiB", "max_model_len": 65536}, {"context", "more_ram"}),
+    ],
+)
+def test_remedies_are_what_each_node_can_hold(changed: dict[str, object], kinds: set[str]) -> None:
+    """Asked again with it, as it is printed, every node holds its part; --ram is of each node, not of all together."""
+    given = {**ASKED, **changed, "pipeline_parallel_size": 2, "nnodes": 2}
+    small = ask(**given)
+    assert not small.fits
+    assert {way.kind for way in small.ways_out} >= kinds
+    assert "short on node 0" in "\n".join(lines(small, width=300))
+    for way in small.ways_out:
+        if way.kind in kinds:
+            settings = {OFFERED[name]: value for name, value in way.settings.items()}
+            assert ask(**{**given, **settings}).fits, way.change
+    (ram,) = [way for way in small.ways_out if way.kind == "more_ram"]
+    assert ram.settings["ram_bytes"] < 13 * GIB
+    assert "on each of 2 nodes" in ram.change
+
+
 def test_the_pool_is_what_the_node_with_the_least_room_holds() -> None:
     found = ask(**ASKED | {"ram": "10GiB"}, pipeline_parallel_size=2, nnodes=2)
     (pool,) = [one for one in found.decisions if one.field == "kv_pool"]

@@ -287,13 +287,11 @@ def _run(
     if made:
         log.warning("start the other nodes with HOLDFAST_NODE_SECRET=%s", engine_config.node_secret)
     # A port in use is said before a model is fetched.
-    if server_config.uds is None:
-        listener = bind(server_config.host, server_config.port)
-    else:
-        listener = bind_unix(Path(server_config.uds))
+    uds = server_config.uds
+    listener = bind(server_config.host, server_config.port) if uds is None else bind_unix(Path(uds))
     tls = tls_of(server_config)
     entry = ServerEntry(
-        server_config.uds or listener.getsockname()[:2],
+        uds or listener.getsockname()[:2],
         model=engine_config.model or DEFAULT_MODEL,
         settings=given,
         certificate=server_config.ssl_certfile,

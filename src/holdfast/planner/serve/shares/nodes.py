@@ -117,20 +117,31 @@ def _share(plan: Plan, node: int, nodes: int) -> Rank:
 
 def held_by_each(plan: Plan) -> Plan:
     """A plan of all nodes together, as each of them can hold its part where all are alike: the first has the API too,
-    and layers are not even. One that does not fit where a node cannot."""
+    and layers are not even. One that does not fit where a node cannot: what is short is short of that node."""
     nodes = plan.question.settings.nodes
-    if nodes == 1 or plan.own is None or not plan.fits:
+    if nodes == 1 or plan.own is None:
         return plan
-    short = max(max(plan.needed_bytes(one) - one.left_bytes, one.loading_short_bytes) for one in node_shares(plan))
-    if short > 0:
-        return replace(plan, fits=False, short_bytes=short)
-    rooms = list[int]()
-    for node, one in enumerate(node_shares(plan)):
-        books = BOOK_BYTES if node == 0 else 0
-        room = one.budget_bytes - sum(term.nbytes for term in one.terms) + plan.engine.blocks * books
-        rooms.append(room // (one.null_bytes + books))
+    rooms = [_pages_held(plan, node, one) for node, one in enumerate(node_shares(plan))]
     least = min(range(nodes), key=rooms.__getitem__)
+    _, short = shortest_node(plan)
+    if short > 0 or not plan.fits:
+        longest = min(plan.longest_tokens, longest_context(plan, max(0, rooms[least])))
+        return replace(plan, fits=False, short_bytes=short if short > 0 else plan.short_bytes, longest_tokens=longest)
     return plan if rooms[least] >= plan.engine.blocks else _with_pool(plan, rooms[least], least)
+
+
+def _pages_held(plan: Plan, node: int, share: Rank) -> int:
+    books = BOOK_BYTES if node == 0 else 0
+    room = share.budget_bytes - sum(term.nbytes for term in share.terms) + plan.engine.blocks * books
+    return room // (share.null_bytes + books)
+
+
+def shortest_node(plan: Plan) -> tuple[int, int]:
+    """Which of several that are alike lacks most of what it has to hold, and how many bytes; none does where that is not
+    positive."""
+    shorts = [max(plan.needed_bytes(one) - one.left_bytes, one.loading_short_bytes) for one in node_shares(plan)]
+    node = max(range(len(shorts)), key=shorts.__getitem__)
+    return node, shorts[node]
 
 
 def _with_pool(plan: Plan, blocks: int, node: int) -> Plan:
