@@ -179,7 +179,8 @@ def measure(row: str, asked: argparse.Namespace) -> dict[str, Any]:
         "parts_ms": {name: round(1000 * seconds, 1) for name, seconds in core._resizes.parts.items()},
         "gap_stayed_s": seen.longest_gap(staying, begin_s), "gap_sent_back_s": seen.longest_gap(sent_back, begin_s),
         "computed_twice": max(0, twice), "preemptions": after.preemptions_total - before.preemptions_total,
-        "from_ram_tokens": sum(one.hit_tokens_total for one in after.kv_tiers if one.tier == "ram"),
+        "from_ram_gib": sum(one.loaded_bytes_total for one in after.kv_tiers if one.tier == "ram") / 2**30,
+        "not_worth": after.fetches_not_worth_total,
         "equal": sum(seen.tokens[name] == plain.tokens[name] for name in streams),
     }  # fmt: skip
     core.scheduler.check_invariants()

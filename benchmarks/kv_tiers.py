@@ -6,7 +6,8 @@
         ram, recompute      32 conversations of 16k tokens over a pool that holds 8 (8B bf16), each asked twice in turn,
                             with 72 GiB of --kv-ram and without: seconds to the first token of the second round
         at-once             the same with RAM, the second round all at once: the last first token
-        decode              tokens a second of 32 that decode, with conversations coming from RAM meanwhile and without
+        decode              tokens a second of 32 that decode: alone, with four conversations a second that come from
+                            RAM, and with four short prompts a second: what comes of rows, and not of pages
         nothing-to-reuse    prompts that nobody asked before, with RAM and without: tokens a second, seconds to the
                             first token, and the shares of both
         nothing-to-reuse-disk DIR   the same with --kv-store in a new folder there, and without; `--small` before it
@@ -148,16 +149,17 @@ def decode(row: str) -> None:
     for ids in prompts:
         ask(core, [ids])
     settle(core)
-    for moving in (False, True, False):
+    for beside in ("nobody", "conversations", "short prompts", "nobody"):
         for number in range(DECODERS):
             add(core, f"d{number}-{time.monotonic()}", [number + 3] * 64, 1900)
         tokens, asked, begin = 0, 0, time.perf_counter()
         while (seconds := time.perf_counter() - begin) < DECODED_S:
-            if moving and asked < seconds * 4:  # Four a second.
-                add(core, f"c{asked}-{begin}", prompts[asked % len(prompts)])
+            if beside != "nobody" and asked < seconds * 4:  # Four a second.
+                ids = prompts[asked % len(prompts)]
+                add(core, f"c{asked}-{begin}", ids if beside == "conversations" else [asked + 7, *ids[:15]])
                 asked += 1
             tokens += sum(len(one.token_ids) for one in core.step() if one.request_id.startswith("d"))
-        say(row, moving=moving, tok_per_s=tokens / seconds, asked=asked, **tiers_of(core.stats()))
+        say(row, beside=beside, tok_per_s=tokens / seconds, asked=asked, **tiers_of(core.stats()))
         for request_id in list(core.scheduler._sequences):
             core.abort(request_id)
         settle(core)

@@ -14,7 +14,7 @@ import torch
 from expert_gguf import write_expert_gguf
 from simulated_copies import SimulatedCopies, unpinned_memory
 from tiny_gpu import Tiny, prompt, run, tokens_of
-from weight_digests import differing, weight_digests
+from weight_digests import KnownWeights, differing, weight_digests
 
 from holdfast.checkpoints import locate, open_checkpoint, spec_of
 from holdfast.checkpoints.checkpoint import Checkpoint
@@ -229,6 +229,37 @@ def test_digests_of_weights_say_which_expert_is_another_wherever_it_lies(tmp_pat
     with torch.inference_mode():
         experts._pieces[1][first + 3] ^= 1  # Of the first that waits: its last matrix.
     assert differing(weight_digests(core), wanted) == [f"1.down.{table.index(-1)}"]
+    core.close()
+
+
+def test_a_wrong_expert_is_told_with_where_it_is_wrong_and_what_lies_there(
+    tmp_path: Path, device: torch.device
+) -> None:
+    """In each way that it is read; they are to tell what went wrong on a GPU."""
+    model = Experts(tmp_path, None)
+    plain = model.core(device, gpu=True, slots=2)
+    known = KnownWeights(plain, {"what was there": torch.arange(200, dtype=torch.uint8)})
+    assert known.wrong(plain) == []
+    plain.close()
+    model.few = 4
+    core = model.core(device, gpu=True, slots=2)
+    experts = core.runner.decoder.experts
+    assert experts is not None
+    assert known.wrong(core) == []
+    (first, nbytes), table = experts._bounds[1][1], experts.places[1].tolist()
+    expert, end = table.index(-2), nbytes // 3
+    with torch.inference_mode():
+        experts._pieces[1][first + end + 8 : first + end + 48] = torch.arange(100, 140, dtype=torch.uint8)
+    waits = ["the GPU reads", "copies bring", "the host reads"]
+    lines = known.wrong(core)
+    assert [line.split(" at 0x")[0] for line in lines] == [f"as {way} it: 1.down.{expert}" for way in waits]
+    where = (
+        f" of {end} bytes from 8 to 47, in 1 pages, 0 are 0; the first are those of what was there from its byte 100 on"
+    )
+    assert all(line.endswith(where) for line in lines), lines
+    with torch.inference_mode():
+        experts._pieces[1][first + end :][:end] = 0
+    assert all("; the first" not in line for line in known.wrong(core)), "zeros are everywhere"
     core.close()
 
 

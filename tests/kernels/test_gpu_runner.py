@@ -150,3 +150,26 @@ def test_the_profile_run_scores_every_token_of_its_prompts(
     asked = prompt(0, 5)
     (outputs,) = run(core, [asked], [SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)])
     tiny.assert_greedy(asked, tokens_of(outputs))
+
+
+def test_a_runner_waits_for_its_device_before_graphs_go(
+    tiny: Tiny, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be closed while the step after the last one that was read is still computed."""
+    runner, order = tiny.core(device, gpu=True, slots=2).runner, list[str]()
+
+    class Graphs:
+        def close(self) -> None:
+            order.append("graphs are closed")
+
+    waited = torch.cuda.synchronize
+
+    def wait(device: torch.device) -> None:
+        order.append("waited")
+        if device.type == "cuda":
+            waited(device)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", wait)
+    monkeypatch.setattr(runner, "_graphs", Graphs())
+    runner.close()
+    assert order[:2] == ["waited", "graphs are closed"]

@@ -67,6 +67,7 @@ def random_engine(choice: random.Random, *, tiers: bool = False) -> SimulatedEng
         most_loading_disk=choice.choice([1, 8]),
         most_storing=choice.choice([1, 8, 64]),
         spare_pages=choice.choice([2, blocks // 3, 2 * blocks]),
+        saves_ahead=choice.choice([0, 1, 8]),
     )
     return SimulatedEngine(
         Scheduler(limits, KVCache(layout, blocks, True, below, store)),

@@ -46,6 +46,11 @@ class HostPages:
         return len(self._key)
 
     @property
+    def free(self) -> int:
+        """Pages that nothing would be given up for."""
+        return len(self._free)
+
+    @property
     def has_room(self) -> bool:
         """`reserve` would find a page."""
         return bool(self._free or self._line)

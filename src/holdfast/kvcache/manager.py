@@ -250,17 +250,17 @@ class KVCache:
         book.fetch = fetch
 
     def plan_copies(
-        self, running: Iterable[tuple[SequenceBlocks, bool]], *, saves_only: bool = False
+        self, running: Iterable[tuple[SequenceBlocks, bool]], step_tokens: int = 0, *, saves_only: bool = False
     ) -> list[BlockCopy]:
-        """Between tiers, for the plan that is being made. `running`: the youngest first, and whether it is worth it to
-        save what each holds."""
+        """Between tiers, for the plan that is being made, which has so many tokens. `running`: the youngest first, and
+        whether it is worth it to save what each holds."""
         if self.tiers is None:
             return []
         plan = self.tiers.plan_saves if saves_only else self.tiers.plan
         pages = (
             ([page for table in book.tables for page in table if page != NULL_PAGE], worth) for book, worth in running
         )
-        return plan(pages, self.applied_step)
+        return plan(pages, self.applied_step, step_tokens)
 
     def end_copies(self, finished: Iterable[int], failed: Iterable[int], host_pages: int = 0) -> bool:
         """These are over. `host_pages`: of RAM that may be used by now, if there are more. Says whether anything

@@ -43,11 +43,15 @@ class TierLimits:
     most_loading: int = 512
     """Pages on their way to the pool at once; others wait for their turn."""
     loads_a_plan: int = 256
-    """Of these, that one plan begins: launching them takes time of who decodes."""
+    """Of these, that one plan begins: launching them takes time of who decodes. One more with each token of the plan,
+    here as above: a long step would else leave the link idle."""
     most_loading_disk: int = 64
     """Of these, from disk: of one that nobody waits for any more the page is not free before it has come."""
     most_storing: int = 64
     """Pages on their way to RAM and to disk at once: they can be given to nobody meanwhile."""
+    saves_ahead: int = 0
+    """Of these, that one plan begins while enough are spare, and one more with each of its tokens: planning them takes
+    time of who decodes. 0: none."""
     most_writing: int = 64
     """Of these, to disk: they may go through memory of their own."""
     storing_share: float = 1.0

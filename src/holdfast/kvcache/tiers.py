@@ -74,6 +74,8 @@ class LowerTiers:
         """Loads, by where they come from."""
         self._stores = self._writes = 0
         """Pages on their way to RAM or disk, and of these to disk."""
+        self._save_failed = False
+        """Since the last step with rows."""
         self._owed = False
         """Pages of who runs are to be saved before the pool shrinks, and were not when the last plan was made."""
         self._to_write: OrderedDict[Key, None] = OrderedDict()
@@ -89,8 +91,15 @@ class LowerTiers:
 
     @property
     def pending(self) -> bool:
-        """With what shall be written to disk."""
-        return self.copying or bool(self._to_write)
+        """With what shall be written to disk, or saved because RAM has pages that nobody needs."""
+        return self.copying or bool(self._to_write) or self._saving_ahead
+
+    @property
+    def _saving_ahead(self) -> bool:
+        """Not where it has just failed: nobody asks for anything, and it may fail for ever."""
+        if self._save_failed or not self.limits.saves_ahead or not self.host.free:
+            return False
+        return any(True for _ in self._pool.unsaved)
 
     @property
     def spared(self) -> bool:
@@ -270,12 +279,17 @@ class LowerTiers:
         """So many are to be free or saved for a while. Before the next plan nobody knows that they are."""
         self.spare_wanted, self._owed = pages, True
 
-    def plan_saves(self, running: Iterable[RunningPages], applied_step: int) -> list[BlockCopy]:
-        """To RAM: idle pages in the order in which they would go, then those of who runs, the youngest first."""
+    def plan_saves(self, running: Iterable[RunningPages], applied_step: int, step_tokens: int = 0) -> list[BlockCopy]:
+        """To RAM: idle pages in the order in which they would go, then those of who runs, the youngest first. While RAM
+        has pages that nobody needs, all idle pages go there, some with each step: whoever comes with much finds them
+        saved."""
         spare, self._owed = max(self.spare_pages, self.spare_wanted), False
         budget, copies = self.most_storing - self._stores, list[BlockCopy]()
-        if not self.host.total or self._pool.spare >= spare:
+        if not self.host.total:
             return copies
+        if self._pool.spare >= spare:
+            ahead = self.limits.saves_ahead and self.limits.saves_ahead + step_tokens
+            budget = min(budget, self.host.free, ahead)
         leaving = self._leaving(running) if self._pool.available < spare else []
         # In the order of their numbers: pages beside each other go in one piece, to places beside each other.
         for pages in (sorted(islice(self._pool.unsaved, max(0, budget))), *leaving):
@@ -336,13 +350,17 @@ class LowerTiers:
 
     # --- plans and results ---
 
-    def plan(self, running: Iterable[RunningPages], applied_step: int, *, stores: bool = True) -> list[BlockCopy]:
-        """Copies for the plan that is being made. `running`: the youngest first."""
-        copies = list[BlockCopy]()
+    def plan(
+        self, running: Iterable[RunningPages], applied_step: int, step_tokens: int = 0, *, stores: bool = True
+    ) -> list[BlockCopy]:
+        """Copies for the plan that is being made. `running`: the youngest first. `step_tokens`: of the plan: the more
+        there are the longer it takes, and the next copies are planned when it is over."""
+        copies, most_loading = list[BlockCopy](), self.limits.most_loading + step_tokens
+        self._save_failed = self._save_failed and not step_tokens
         for tier, queued in self._queued.items():
-            most = self.limits.most_loading_disk if tier is Tier.DISK else self.limits.most_loading
-            while queued and self._in_flight[tier] < most and len(copies) < self.limits.loads_a_plan:
-                if sum(self._in_flight.values()) >= self.limits.most_loading:
+            most = self.limits.most_loading_disk if tier is Tier.DISK else most_loading
+            while queued and self._in_flight[tier] < most and len(copies) < self.limits.loads_a_plan + step_tokens:
+                if sum(self._in_flight.values()) >= most_loading:
                     break
                 load = queued.popleft()
                 self._copies[load.copy.copy_id] = load
@@ -350,7 +368,7 @@ class LowerTiers:
                 copies.append(load.copy)
         if stores and (budget := self.most_storing - self._stores) > 0:
             copies += self._plan_writes(applied_step, budget)
-            copies += self.plan_saves(running, applied_step)
+            copies += self.plan_saves(running, applied_step, step_tokens)
         return copies
 
     def end(self, copy_id: int, arrived: bool) -> bool:
@@ -374,6 +392,7 @@ class LowerTiers:
             self._unwanted.remove(copy.key)
             self._forget_stored([copy.key])
         if tier is Tier.HOST and not arrived:
+            self._save_failed = True
             self.host.lost(copy.target)
         elif tier is Tier.HOST and (key := self.host.arrived(copy.target)) is not None:
             self._came_to_host(key)

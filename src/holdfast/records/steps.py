@@ -144,6 +144,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Of pages between tiers, in all plans so far: those that are over since the last result."""
     host_pages: int = 0
     """Of the tier in RAM that may be used by now; 0: as many as before."""
+    loading_s: float = 0.0
+    """Since the last result, in which the link brought pages from RAM; 0: nobody measured it."""
     adapters: list[AdapterArrival] = []
     """Of all that were to be brought since the first plan: those that are there since the last result."""
     failures: list[StepFailure] = []

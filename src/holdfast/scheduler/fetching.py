@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from holdfast.kvcache import FoundBelow, KVCache, Prefix, Tier
 from holdfast.scheduler.limits import SchedulerLimits
 from holdfast.scheduler.prefill_cost import PrefillCost, PromptWork, pairs
-from holdfast.scheduler.sequence import Sequence
+from holdfast.scheduler.sequence import Sequence, Status
 
 MOST_FETCHES = 2
 """Of one sequence, each time that it is in line."""
@@ -67,8 +67,9 @@ class Fetching:
         """When somebody looked last, and nothing had come since then."""
         self._counted = {Tier.HOST: 0, Tier.DISK: 0} if kv.tiers is None else dict(kv.tiers.loaded_pages)
         self._lost = {Tier.HOST: 0, Tier.DISK: 0} if kv.tiers is None else dict(kv.tiers.lost_pages)
-        self._applied_s = self._step_s = 0.0
-        """`_step_s`: how long steps without prompts take of late."""
+        self._applied_s = self._step_s = self._loading_s = 0.0
+        """`_step_s`: how long steps without prompts take of late. `_loading_s`: in which the link brought pages from
+        RAM that were not counted yet."""
         self.computed_instead_total = 0
         """How often a prefix was computed that could have been fetched, because that was sooner."""
 
@@ -95,7 +96,8 @@ class Fetching:
             found = kv.find_below(sequence.book, sequence.cacheable, disk=disk)
             if found is None or (gained := found.blocks * size - prefix.tokens) <= 0:
                 continue
-            computed_s, seconds = self._computed_s(sequence, found, gained, others), self._fetched_s(found, others)
+            computed_s = self._computed_s(sequence, found, gained, others)
+            seconds = self._fetched_s(sequence, found, others)
             if computed_s is None or seconds is None:  # Not known yet: it is tried.
                 best = found
             elif computed_s - seconds > most_saved_s:
@@ -119,15 +121,16 @@ class Fetching:
                 rate.credit_s += TRIED * computed_s
         return False
 
-    def _fetched_s(self, found: FoundBelow, running: list[Sequence]) -> float | None:
-        """Until it may start; None: a rate is not known."""
+    def _fetched_s(self, sequence: Sequence, found: FoundBelow, running: list[Sequence]) -> float | None:
+        """Until it may start; None: a rate is not known. Of one that was sent back to make room it does not count who
+        is before it: those were sent back too, and to compute any of them anew takes the time of all who run."""
         assert self._kv.tiers is not None
         seconds = 0.0
         for tier, pages in found.missing.items():
             rate = self.loads[tier].per_s
             if rate is None:
                 return None
-            queued = self._kv.tiers.loading(tier)
+            queued = 0 if sequence.status is Status.PREEMPTED else self._kv.tiers.loading(tier)
             seconds = max(seconds, (pages + queued) * self._kv.layout.page_bytes / rate)
         # Beside others it is seen when a step is over that pages have come.
         return seconds + (self._step_s * self._limits.max_steps_in_flight if running else 0.0)
@@ -194,17 +197,21 @@ class Fetching:
                 if self._kv.tiers.in_flight(tier):
                     self._since_s.setdefault(tier, now_s)
 
-    def note_applied(self, rows: Iterable[tuple[int, int]], planned_s: float, now_s: float) -> None:
+    def note_applied(
+        self, rows: Iterable[tuple[int, int]], planned_s: float, now_s: float, loading_s: float = 0.0
+    ) -> None:
         """A step with these rows (their first position, and how many) is over; planned ahead of another, it began when
-        that was over."""
+        that was over. `loading_s`: in which the link brought pages from RAM meanwhile; 0: nobody knows."""
         tiers = self._kv.tiers
         if tiers is None:
             return
         took_s, rows = now_s - max(planned_s, self._applied_s), list(rows)
         tokens = sum(count for _, count in rows)
-        if 0 < tokens < PREFILL_TOKENS:
+        self._loading_s += loading_s
+        if 0 < tokens < PREFILL_TOKENS or tokens == len(rows) > 0:
             self._step_s = took_s if not self._step_s else KEPT * self._step_s + (1 - KEPT) * took_s
-        if tokens >= PREFILL_TOKENS:
+            self.prefill.note_small(self._step_s)
+        elif tokens:
             seen = sum(pairs(self._kv.layout, start, start + count) for start, count in rows)
             self.prefill.note(PromptWork(1, tokens, seen), took_s)
         self._applied_s = now_s
@@ -225,7 +232,10 @@ class Fetching:
             amount, since_s = come * self._kv.layout.page_bytes, self._since_s.pop(tier)
             seconds, waited_s = now_s - since_s, self._looked_s.pop(tier, since_s) - since_s
             self._counted[tier] += come
-            if tiers.in_flight(tier) or waited_s >= SEEN * seconds:  # It was busy all the time.
+            if tier is Tier.HOST and self._loading_s:  # Without what it waited for steps to begin, and to be seen.
+                rate.note(amount, self._loading_s)
+                self._loading_s = 0.0
+            elif tiers.in_flight(tier) or waited_s >= SEEN * seconds:  # It was busy all the time.
                 rate.note(amount, seconds)
             else:
                 rate.note_at_least(amount, seconds)

@@ -4,11 +4,12 @@ are read, or come over a link), each of its tokens costs the same, and attention
     seconds = step + token x tokens + pair x pairs          pairs: of a token and a position before it, mean over layers
 
 What steps that are alike cannot tell apart counts as the step's own: then nobody believes that leaving tokens out saves
-time. Knows neither clocks nor sequences.
+time. But no more counts so than a step takes in which hardly anything is. Knows neither clocks nor sequences.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -57,6 +58,12 @@ class PrefillCost:
         self._products = [[0.0] * PARTS for _ in range(PARTS)]
         self._sums = [0.0] * PARTS
         self._fit: tuple[float, ...] | None = None
+        self._most_step_s: float | None = None
+
+    def note_small(self, seconds: float) -> None:
+        """So long take steps of late in which hardly anything is: a step's own part is no more."""
+        if seconds > 0:
+            self._most_step_s, self._fit = seconds, None
 
     def note(self, work: PromptWork, seconds: float) -> None:
         """A step took so long."""
@@ -78,13 +85,18 @@ class PrefillCost:
         return sum(cost * part for cost, part in zip(self._fit, work.parts, strict=True))
 
     def _fitted(self) -> tuple[float, ...]:
-        """Least squares, no part below 0: the best of all solutions in which some parts are 0."""
+        """Least squares, no part below 0, and the step's own not above what is known: the best of all solutions in
+        which some parts are 0, or the step's own is the most that it can be."""
+        most_s = self._most_step_s
+        solutions = [self._solved(kept, 0.0) for kept in _choices(range(PARTS)) if kept]
+        if most_s is not None:
+            solutions += [self._solved(kept, most_s) for kept in _choices(range(1, PARTS))]
         best, least = (0.0,) * PARTS, float("inf")
-        for count in range(1, PARTS + 1):
-            for kept in combinations(range(PARTS), count):
-                found = self._solved(kept)
-                if found is not None and min(found) >= 0 and (error := self._error(found)) < least:
-                    best, least = found, error
+        for found in solutions:
+            if found is None or min(found) < 0 or (most_s is not None and found[0] > most_s):
+                continue
+            if (error := self._error(found)) < least:
+                best, least = found, error
         return best
 
     def _product(self, first: int, second: int) -> float:
@@ -99,14 +111,15 @@ class PrefillCost:
         )
         return squares - 2 * sum(cost * part for cost, part in zip(costs, self._sums, strict=True))
 
-    def _solved(self, kept: tuple[int, ...]) -> tuple[float, ...] | None:
-        """By elimination, in numbers of like size; None: it has no one answer."""
+    def _solved(self, kept: tuple[int, ...], step_s: float) -> tuple[float, ...] | None:
+        """By elimination, in numbers of like size; None: it has no one answer. `step_s`: the step's own part, where it
+        is not one of those that are looked for."""
         sizes = [self._product(one, one) ** 0.5 for one in kept]
         if not all(sizes):
             return None
         rows = [
             [self._product(one, other) / (size * across) for other, across in zip(kept, sizes, strict=True)]
-            + [self._sums[one] / size]
+            + [(self._sums[one] - step_s * self._product(one, 0)) / size]
             for one, size in zip(kept, sizes, strict=True)
         ]
         for at in range(len(kept)):
@@ -118,7 +131,13 @@ class PrefillCost:
                 if below != at:
                     share = rows[below][at] / rows[at][at]
                     rows[below] = [one - share * other for one, other in zip(rows[below], rows[at], strict=True)]
-        found = [0.0] * PARTS
+        found = [step_s] + [0.0] * (PARTS - 1)
         for at, (one, size) in enumerate(zip(kept, sizes, strict=True)):
             found[one] = rows[at][-1] / rows[at][at] / size
         return tuple(found)
+
+
+def _choices(parts: Iterable[int]) -> list[tuple[int, ...]]:
+    """Of these, any number."""
+    found = list(parts)
+    return [kept for count in range(len(found) + 1) for kept in combinations(found, count)]

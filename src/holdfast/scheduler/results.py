@@ -59,7 +59,7 @@ class Results(SchedulerState):
         if self.kv.end_copies(result.finished_copies, result.failed_copies, result.host_pages):
             self._worth_admitting = True
         rows = ((planned.row.start, planned.row.count) for planned in step.rows)
-        self._fetching.note_applied(rows, step.planned_s, now_s)
+        self._fetching.note_applied(rows, step.planned_s, now_s, result.loading_s)
 
     def _note_adapter(self, arrival: AdapterArrival, now_s: float) -> list[EngineOutput]:
         """Those who wait for it may start; where it could not be had, they are ended, and nobody else."""

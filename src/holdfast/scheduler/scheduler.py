@@ -94,7 +94,8 @@ class Scheduler(Results):
             # Rows are committed by now, so nobody can be preempted any more.
             self._plan_row(draft, sequence, sequence.pending, may_preempt=False)
         self._commit(draft)
-        draft.copies = self.kv.plan_copies(self._worth_saving())
+        step_tokens = self.limits.max_num_batched_tokens - draft.kept_back - draft.budget
+        draft.copies = self.kv.plan_copies(self._worth_saving(), step_tokens)
         coming = self._adapters.arriving or (self.kv.tiers is not None and self.kv.tiers.copying)
         if not draft.rows and not draft.copies and (self._in_flight or not coming):
             awaited = self._in_flight or any(one.request.request_id in awaiting_mask for one in self._running)
@@ -102,7 +103,7 @@ class Scheduler(Results):
             self._step_tokens, self.kv.step = 0, self._steps_total
             return None
         self._steps_total += 1
-        self._step_tokens = self.limits.max_num_batched_tokens - draft.kept_back - draft.budget
+        self._step_tokens = step_tokens
         self._in_flight.append(StepInFlight(self._steps_total, list(draft.rows.values()), now_s))
         self._fetching.note_planned(now_s)
         return draft.plan(self._steps_total)

@@ -348,7 +348,7 @@ def mixes() -> Iterator[Any]:
 @pytest.fixture
 def from_below(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether fetching is sooner than computing is looked at elsewhere: here all that lies below comes from there."""
-    monkeypatch.setattr(Fetching, "_fetched_s", lambda self, found, running: None)
+    monkeypatch.setattr(Fetching, "_fetched_s", lambda self, sequence, found, running: None)
 
 
 @pytest.mark.usefixtures("from_below")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from deadlines import PATIENCE_S
 from late_tiers import AsGpu, disk_places, pinned
 from simulated_copies import SimulatedCopies
@@ -19,7 +20,7 @@ from simulated_copies import SimulatedCopies
 from holdfast.execution.tiers.gpu import PIECE_BYTES, GpuPageCopies, HostMemory, piece_bytes
 from holdfast.kvcache import KVCache, Tier, TierLimits
 from holdfast.prefix_store import PrefixStore
-from holdfast.records import Request, SamplingParams
+from holdfast.records import LinkUse, Request, SamplingParams
 from holdfast.scheduler.limits import SchedulerLimits
 from holdfast.scheduler.scheduler import Scheduler
 
@@ -145,3 +146,22 @@ def test_pieces_are_whole_pages_of_both_kinds_and_no_more_than_was_asked_for(pag
         assert piece % page == piece % 4096 == 0
         assert piece <= min(nbytes, PIECE_BYTES)
     assert piece_bytes(1, page) % page == 0
+
+
+def test_the_link_tells_how_long_it_brought_pages() -> None:
+    """Since it was asked last; and nothing where weights come over it too."""
+
+    class Timed(SimulatedCopies):
+        busy_s = 0.0
+
+        def use(self) -> LinkUse:
+            return LinkUse(busy_s=self.busy_s)
+
+    link, weights_come = Timed(1), False
+    copies = GpuPageCopies(lambda: torch.zeros(4), 16, link, lambda: weights_come, None, None)
+    link.busy_s = 0.5
+    assert (copies.loading_s(), copies.loading_s()) == (0.5, 0.0)
+    weights_come, link.busy_s = True, 2.0
+    assert copies.loading_s() == 0.0
+    weights_come, link.busy_s = False, 2.25
+    assert copies.loading_s() == 0.25

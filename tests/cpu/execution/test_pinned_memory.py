@@ -15,6 +15,7 @@ import torch
 from deadlines import PATIENCE_S
 
 from holdfast.errors import EngineError
+from holdfast.execution.lora.upload import PlaceSender
 from holdfast.execution.streaming import pinned_memory
 from holdfast.execution.streaming.pinned_memory import PinnedMemory, device_address, unregister
 from holdfast.observability.codes import explain
@@ -130,11 +131,59 @@ def test_copies_on_its_own_gpu_are_waited_for_before_it_is_given_back(
 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: order.append(device))
     monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostUnregister=give_back))
-    unregister([7], GPU)
+    assert unregister([7], GPU) == []
     assert (order, caplog.text) == ([GPU, 7], "")
-    unregister([8, 9], GPU)
+    assert unregister([8, 9], GPU) == [8]
     assert order == [GPU, 7, GPU, 8, 9]
-    assert "did not unpin host memory that is given back: CUDA error 713" in caplog.text
+    assert "did not unpin host memory, which stays taken therefore: CUDA error 713" in caplog.text
+
+
+def is_mapped(address: int) -> bool:
+    """Whether this process has anything there."""
+    with open("/proc/self/maps") as lines:
+        ranges = (line.split(" ", 1)[0].split("-") for line in lines)
+        return any(int(first, 16) <= address < int(last, 16) for first, last in ranges)
+
+
+@pytest.mark.parametrize("way", ["close", "drop", "forget"])
+def test_addresses_that_the_driver_still_has_are_nobodys_again(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system would give them to the next that asks, whose numbers a GPU would never get: the driver copies from the
+    pages that were there before."""
+    kept = list[torch.Tensor]()
+    monkeypatch.setattr(pinned_memory, "_kept", kept)
+
+    def at(refused: bool) -> int:
+        memory = PinnedMemory([16 * PAGE] * 2, GPU, pin=lambda *_: 0, unpin=lambda given, _: given if refused else [])
+        address = memory.add(8 * PAGE).data_ptr()
+        if way == "drop":
+            memory.drop(memory.pieces[-1])
+        if way == "close":
+            memory.close()
+        return address
+
+    assert not is_mapped(at(refused=False))
+    address = at(refused=True)
+    assert is_mapped(address)
+    assert address in [piece.data_ptr() for piece in kept]
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_memory_of_adapters_is_unpinned_once_by_whoever_has_it_last(
+    closed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a start fails, and nobody closes it: its addresses are others' then."""
+    freed, copies, cpu = list[int](), torch.zeros((2, PAGE)), torch.device("cpu")
+    driver = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda at: freed.append(at) or 0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setattr(torch.cuda, "Event", SimpleNamespace)
+    sender = PlaceSender(copies, torch.zeros((3, PAGE), device=cpu))
+    if closed:
+        sender.close()
+        sender.close()
+    del sender
+    assert freed == [copies.data_ptr()]
 
 
 class FakeDriver:

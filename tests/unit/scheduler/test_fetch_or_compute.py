@@ -177,6 +177,19 @@ def test_steps_that_are_alike_do_not_show_what_a_token_costs() -> None:
     assert whole == pytest.approx(1.2, rel=0.05)
 
 
+def test_a_step_in_which_hardly_anything_is_bounds_what_steps_cost() -> None:
+    """What steps that are alike take beyond that is their tokens'."""
+    cost = PrefillCost()
+    for _ in range(10):
+        cost.note(PromptWork(1, 8192, 8_000_000), 0.2)
+    cost.note_small(0.01)
+    spared, whole = cost.seconds(PromptWork(0, 2048, 2_000_000)), cost.seconds(PromptWork(4, 32_768, 32_000_000))
+    assert spared == pytest.approx(0.19 / 4, rel=0.02)
+    assert whole == pytest.approx(0.8, rel=0.02)
+    cost.note_small(0.3)  # It bounds nothing: the steps' own may be all that they took.
+    assert cost.seconds(PromptWork(0, 2048, 2_000_000)) == pytest.approx(0.0, abs=0.01)
+
+
 def test_pairs_are_counted_as_layers_see_them() -> None:
     groups, places = form_groups([None, 5])
     layout = KVLayout(groups=groups, block_tokens=4, layers_per_page=places, kv_heads=1, head_dim=4, element_bytes=4)

@@ -179,6 +179,22 @@ def test_an_abort_while_pages_come_gives_them_back() -> None:
     assert engine.scheduler.kv.blocks_used == 0
 
 
+def test_a_link_that_is_timed_by_itself_is_not_slow_beside_long_steps() -> None:
+    """Pages that come while a long step computes are seen when it is over."""
+    for loading_s, least, most in ((0.0, 1, 20), (0.05, 950, 1050)):
+        fetching = world().scheduler._fetching
+        tiers, page = fetching._kv.tiers, fetching._kv.layout.page_bytes
+        assert tiers is not None
+        tiers._in_flight[Tier.HOST] = 60
+        fetching.note_planned(0.0)
+        tiers.loaded_pages[Tier.HOST] += 50
+        tiers._in_flight[Tier.HOST] = 10
+        fetching.note_applied([(0, 100)], 0.0, 5.0, loading_s)
+        rate = fetching.loads[Tier.HOST].per_s
+        assert rate is not None
+        assert least < rate / page < most
+
+
 def test_rates_are_of_what_was_seen_last() -> None:
     rate = SeenRate()
     assert rate.per_s is None

@@ -79,7 +79,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         choice = random.Random(seed)
         store = FakeStore(choice) if disk else None
-        below = TierLimits(host_pages=host_pages, most_loading=5, most_loading_disk=2, most_storing=4, spare_pages=12)
+        spare = choice.choice([(12, 0), (2, 3)])
+        below = TierLimits(
+            host_pages=host_pages, most_loading=5, most_loading_disk=2, most_storing=4, spare_pages=spare[0],
+            saves_ahead=spare[1],
+        )  # fmt: skip
         kv = KVCache(layout, blocks, prefix_caching, below if host_pages or disk else None, store)
         tiers = SimulatedTiers(choice, store) if host_pages or disk else None
         self.engine = SimulatedEngine(Scheduler(limits, kv), vocabulary=VOCABULARY, tiers=tiers)

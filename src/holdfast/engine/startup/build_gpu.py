@@ -64,8 +64,9 @@ BACK_TRIES = 4
 
 START_TRIES = 4
 
-MOST_LOADING, MOST_STORING, SPARE_PAGES = 1024, 1024, 2048
-"""KV pages on their way to the pool and from it at once, and those of it that are kept free or saved in RAM."""
+MOST_LOADING, MOST_STORING, SPARE_PAGES, SAVES_AHEAD = 1024, 1024, 2048, 32
+"""KV pages on their way to the pool and from it at once, those of it that are kept free or saved in RAM, and those that
+a step saves beyond that while RAM has pages that nobody needs."""
 
 RAM_SHARE, RAM_KEPT_BYTES = 0.9, 3 * GIB
 """Of what is free once layers are pinned, and how much of that stays free: as plans leave it."""
@@ -239,6 +240,7 @@ def use_kv_tiers(plan: Plan, runner: GpuRunner, store: Store | None, tier_file: 
         most_loading=MOST_LOADING,
         most_loading_disk=places,
         most_storing=MOST_STORING,
+        saves_ahead=SAVES_AHEAD,
         most_writing=places,
         storing_share=1 / 8,
         spare_pages=SPARE_PAGES,

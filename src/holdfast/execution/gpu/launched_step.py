@@ -59,13 +59,16 @@ class GpuStep:
         self.over: Callable[[bool], tuple[list[int], list[int]]] | None = None
         """Of copies between tiers: those that are over, and those that failed. It waits a little where it shall."""
         self.host_pages: Callable[[], int] = lambda: 0
+        self.loading_s: Callable[[], float] = lambda: 0.0
         self._copied: tuple[list[int], list[int]] | None = None
+        self._loading_s = 0.0
 
     def result(self) -> StepResult:
         if self._launched is not None:
             (self._sampled, self._told), self._launched = self._read(self._launched), None
         if self._copied is None:
             self._copied = ([], []) if self.over is None else self.over(not self._plan.rows)
+            self._loading_s = self.loading_s()
         told = any(logprobs is not None for _, logprobs in self._sampled)
         rows, failed = self._plan.rows, {failure.slot for failure in self._failures}
         broken = [
@@ -85,6 +88,7 @@ class GpuStep:
             finished_copies=self._copied[0],
             failed_copies=self._copied[1],
             host_pages=self.host_pages(),
+            loading_s=self._loading_s,
         )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 
 import numpy
@@ -229,6 +229,7 @@ class GpuRunner(MovableWeights):
             if self._page_copies is not None:
                 self._page_copies.launch_stores(plan)
                 step.over, step.host_pages = self._copies_over, self._page_copies.host_pages
+                step.loading_s = self._page_copies.loading_s
         step.adapters = arrived
         for row in plan.rows:
             if row.samples and row.slot not in step.late:
@@ -469,6 +470,8 @@ class GpuRunner(MovableWeights):
             return
         with self._here():
             if self._graphs is not None:
+                with suppress(RuntimeError):  # A device that has failed computes nothing any more.
+                    torch.cuda.synchronize(self.device)  # A step that nobody has read may still be computed.
                 self._graphs.close()
             self._graphs = None
             if self._page_copies is not None:

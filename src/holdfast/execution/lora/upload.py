@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 
 import torch
+
+from holdfast.execution.streaming.pinned_memory import unpin
 
 log = logging.getLogger("holdfast")
 
@@ -24,7 +27,10 @@ class PlaceSender:
         self._stream = torch.cuda.Stream(places.device)
         self._sent = [torch.cuda.Event() for _ in range(len(places))]
         self._piece = max(1, PIECE_BYTES // places.dtype.itemsize)
-        self._pinned = self._pin()
+        # A start may fail before anybody closes this; memory that the driver has pinned must not be another's then.
+        self._end = weakref.finalize(self, unpin, copies, places.device) if self._pin() else None
+        if self._end is not None:
+            self._end.atexit = False  # The driver does it then.
 
     def _pin(self) -> bool:
         """What is not pinned is copied while the host waits: right, and slower."""
@@ -65,6 +71,5 @@ class PlaceSender:
 
     def close(self) -> None:
         self._stream.synchronize()
-        if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._copies.data_ptr())
-            self._pinned = False
+        if self._end is not None:
+            self._end()

@@ -45,6 +45,8 @@ _libc.madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 
 Pinning = Callable[[int, int], int]
 """(address, bytes): CUDA's error, 0 where there is none."""
+Unpinning = Callable[[Sequence[int], torch.device], Sequence[int] | None]
+"""When this returns nothing is copied from these addresses. Which of them the driver still has, if any."""
 Progress = Callable[[int, int], None]
 """(bytes done, bytes in all)"""
 
@@ -54,13 +56,26 @@ def register(address: int, nbytes: int, device: torch.device) -> int:
         return int(torch.cuda.cudart().cudaHostRegister(address, nbytes, MAPPED))
 
 
-def unregister(addresses: Sequence[int], device: torch.device) -> None:
+_kept: list[torch.Tensor] = []
+"""What the driver did not unpin. Whoever was given the same addresses next, be it for numbers that are copied to a GPU
+once, would have the old pages copied in place of its own, without an error: so nobody is."""
+
+
+def unregister(addresses: Sequence[int], device: torch.device) -> list[int]:
     if addresses:
         torch.cuda.synchronize(device)  # Something may still be copied from there.
+    kept = []
     for address in addresses:
-        # Who maps these addresses next would be told that they are pinned: the cause is said where it is known.
         if error := int(torch.cuda.cudart().cudaHostUnregister(address)):
-            log.warning("the driver did not unpin host memory that is given back: CUDA error %d", error)
+            log.warning("the driver did not unpin host memory, which stays taken therefore: CUDA error %d", error)
+            kept.append(address)
+    return kept
+
+
+def unpin(memory: torch.Tensor, device: torch.device) -> None:
+    """Of somebody else's, all of which was registered at once."""
+    if unregister([memory.data_ptr()], device):
+        _kept.append(memory)
 
 
 class PinnedMemory:
@@ -75,7 +90,7 @@ class PinnedMemory:
         device: torch.device,
         progress: Progress | None = None,
         pin: Pinning | None = None,
-        unpin: Callable[[Sequence[int], torch.device], None] = unregister,
+        unpin: Unpinning = unregister,
         background: Sequence[int] | None = None,
         file: int | None = None,
     ) -> None:
@@ -87,7 +102,7 @@ class PinnedMemory:
         self._done = [Future[None]() for _ in sizes]
         stop, threads = threading.Event(), list[threading.Thread]()
         # Loading may fail in the middle.
-        self._end = weakref.finalize(self, _give_back, stop, threads, unpin, self._pinned, device)
+        self._end = weakref.finalize(self, _give_back, stop, threads, unpin, self._pinned, device, self.pieces)
         self._end.atexit = False  # The driver does it then.
         order = range(len(sizes)) if background is None else background
         touch = _touch if file is None else _touch_kept
@@ -134,9 +149,10 @@ class PinnedMemory:
     def drop(self, piece: torch.Tensor) -> None:
         """Gives one of them back, which nothing copies from any more, nor ever will: reading it is a fault of whoever
         does."""
-        self._unpin([piece.data_ptr()], self._device)
+        if self._unpin([piece.data_ptr()], self._device):
+            _kept.append(piece)
         self._pinned.remove(piece.data_ptr())
-        self.pieces = [one for one in self.pieces if one.data_ptr() != piece.data_ptr()]
+        self.pieces[:] = [one for one in self.pieces if one.data_ptr() != piece.data_ptr()]
         self.nbytes -= piece.nbytes
         _libc.madvise(piece.data_ptr(), piece.nbytes, DONT_NEED)
 
@@ -202,14 +218,16 @@ def _pin_all(
 def _give_back(
     stop: threading.Event,
     threads: Sequence[threading.Thread],
-    unpin: Callable[[Sequence[int], torch.device], None],
+    unpin: Unpinning,
     pinned: Sequence[int],
     device: torch.device,
+    pieces: Sequence[torch.Tensor],
 ) -> None:
     stop.set()
     for thread in threads:
         thread.join()
-    unpin(pinned, device)
+    if unpin(pinned, device):
+        _kept.extend(pieces)
 
 
 def _not_pinned(total: int, done: int, error: int) -> EngineError:

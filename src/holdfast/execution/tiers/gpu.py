@@ -177,6 +177,7 @@ class GpuPageCopies:
         self._coming: deque[_Piece] = deque()
         self._going: deque[_Piece] = deque()
         self._failed: list[int] = []
+        self._busy_s = 0.0
 
     @property
     def tiers(self) -> tuple[int, ...]:
@@ -193,6 +194,11 @@ class GpuPageCopies:
     def host_settled(self) -> bool:
         """No more of them will come than `host_pages` said last."""
         return self._host is None or self._host.settled
+
+    def loading_s(self) -> float:
+        """Since this was asked last, in which the link brought pages; 0: it is not known, since weights come too."""
+        before_s, self._busy_s = self._busy_s, self.link.use().busy_s
+        return 0.0 if self._behind_weights() else max(0.0, self._busy_s - before_s)
 
     def begin(self, plan: StepPlan) -> None:
         """Before the rows of the plan are launched."""
