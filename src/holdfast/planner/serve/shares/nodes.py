@@ -241,9 +241,18 @@ class NodeRefusal(PlanRefusal):
     """Of one node. Its own change is one that this node, and so every other, would hold."""
 
     def __init__(
-        self, message: str, node: int, machine: NodeMemory, *, changes: Sequence[SettingsChange] = (), **told: str
+        self,
+        message: str,
+        node: int,
+        machine: NodeMemory,
+        *,
+        needed: str,
+        found: str,
+        fix: str,
+        changes: Sequence[SettingsChange] = (),
     ) -> None:
-        super().__init__(f"node {node} ({machine.name}) {message}", changes=changes, field="nnodes", **told)
+        message = f"node {node} ({machine.name}) {message}"
+        super().__init__(message, needed=needed, found=found, fix=fix, changes=changes, field="nnodes")
         self.node, self.machine = node, machine
 
 
