@@ -20,8 +20,8 @@ from holdfast.execution.lora.products import Current, PlacedRows, adapt_layers
 from holdfast.execution.lora.slots import AdapterPlaces
 from holdfast.execution.ops import AttentionBackend, AttentionShape, FusedLayers, Heads, Ops, StepBuffers
 from holdfast.execution.parallel.layers.norms import RowNorms
-from holdfast.execution.parallel.layers.rounding import rounded_together
 from holdfast.execution.parallel.layers.routing import Crowding, routed_by_first
+from holdfast.execution.parallel.layers.rows import multiplied_together
 from holdfast.execution.parallel.pipeline import PipelineStage
 from holdfast.execution.parallel.share import RankShare
 from holdfast.execution.weights.decoder_weights import LayerWeights, Norm, Weights
@@ -63,7 +63,7 @@ class Transformer:
         self._crowding = Crowding()
         if share is not None:
             layers = routed_by_first(weights.layers, share.collectives, self._crowding)
-            weights = replace(weights, layers=rounded_together(layers, share.collectives))
+            weights = replace(weights, layers=multiplied_together(layers, share.collectives))
         self._row_norms: RowNorms | None = None
         if share is not None and spec.decoder.query_key_norm == "whole":
             self._row_norms = RowNorms(share.collectives, share.kv_heads, spec.head_dim)

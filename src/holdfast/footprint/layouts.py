@@ -113,8 +113,11 @@ def scaled_layout(packing: Packing, tensor: TensorSpec, stored: StoredTensor | N
 
 
 def _of_rank(layout: ScaledLayout, tensor: TensorSpec) -> ScaledLayout:
-    """Where it has some of a matrix's columns, the scale of a row of inputs is not its own. Groups are never cut."""
+    """Where it has some of a matrix's columns, the scale of a row of inputs is not its own, and columns in an order of
+    their own take inputs of others. Groups are never cut."""
     columns = tensor.cut is not None and tensor.cut.axis == len(tensor.cut.whole) - 1
+    if columns and layout.ordered:
+        layout = replace(layout, gathered_inputs=True)
     if not columns or layout.inputs == "plain" or layout.static_inputs or layout.input_group:
         return layout
     return replace(layout, static_inputs=True, divided_inputs=True)

@@ -10,7 +10,7 @@ kernels reads them all. Declared here once, counted by the planner, allocated by
     scales   [rows / group_rows, columns / group]
     zeros    as many as scales. int4: uint8, codes are 0 to 15 and less this; without zeros, less 8. int8: int8
     order    int32 [columns]: which input each column takes (GPTQ's act-order puts columns of a group side by side);
-             of experts, whose rows lie one below the other, [experts, columns]
+             of experts, whose rows lie one below the other, [experts, columns]; of one rank's columns among all inputs
     inputs   float32 [1]: what inputs are divided by before they are rounded, where the checkpoint has it
 
 GGUF's blocks have layouts of their own (`layouts.py`).
@@ -68,6 +68,9 @@ class ScaledLayout:
     divided_inputs: bool = False
     """Of one rank's columns: inputs come divided by the scale of the whole row, which ranks find together; what is
     stored to divide them by (`static_inputs`) is 1."""
+    gathered_inputs: bool = False
+    """Of one rank's columns in an order of their own, whose groups are of inputs that lie anywhere: ranks gather the
+    whole row, and `order` says which of it each column takes."""
 
     @property
     def four_bits(self) -> bool:

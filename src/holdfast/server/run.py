@@ -129,7 +129,7 @@ def _refused(host: str, port: int, error: OSError) -> ConfigurationError:
     )
 
 
-class _Server(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """uvicorn without its own signal handling, ours drains first, and without its own way to take connections."""
 
     def __init__(self, config: uvicorn.Config, most: int, tls: ssl.SSLContext | None) -> None:
@@ -200,7 +200,7 @@ async def serve(
         server_header=False,
         timeout_graceful_shutdown=int(FLUSH_TIMEOUT_S),
     )
-    server = _Server(config, allow_connections(max_connections), tls)
+    server = HttpServer(config, allow_connections(max_connections), tls)
     patience = SlowClientMonitor(lambda: cast("set[SlowClient]", server.server_state.connections), write_timeout_s)
     life = _Life(engine, server, drain_timeout_s, patience, on_fatal or _say, on_reload)
     with _removed_at_end(listener), life.hearing_signals() if handle_signals else contextlib.nullcontext():
@@ -218,7 +218,7 @@ class _Life:
     def __init__(
         self,
         engine: Engine,
-        server: _Server,
+        server: HttpServer,
         drain_timeout_s: float,
         patience: SlowClientMonitor,
         on_fatal: Callable[[BaseException], None],

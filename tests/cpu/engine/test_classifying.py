@@ -87,6 +87,35 @@ def test_a_reranker_that_answers_yes_or_no_is_a_classifier(tmp_path: Path, tied:
 
 
 @pytest.mark.parametrize(
+    "ranks",
+    [
+        {"tensor_parallel_size": 2},
+        pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.long),
+        pytest.param({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["tied", "untied", pytest.param("stored", marks=pytest.mark.long)])
+def test_several_ranks_classify_as_one_does(tmp_path: Path, kind: str, ranks: dict[str, int]) -> None:
+    """Also where the classifier is made of rows of the vocabulary, of which each rank has a part or none."""
+    torch.manual_seed(5)
+    shape, more = SMALL | {"head_dim": 8, "tie_word_embeddings": kind == "tied"}, dict[str, Any]()
+    if kind == "stored":
+        save(tmp_path, "Qwen3", num_labels=3, head_dim=8)
+    else:
+        transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**shape)).save_pretrained(tmp_path)
+        # The second is the last rank's, and their order is not that of the vocabulary.
+        made = {"classifier_from_token": ["a", "b", "c"], "method": "no_post_processing"}
+        more["hf_overrides"] = RERANKER | made | {"classifier_token_ids": [7, 90, 3]}
+    with served(tmp_path, threads=2, **more) as llm:
+        alone = [output.outputs.probs for output in llm.classify(PROMPTS, use_tqdm=False)]
+    with served(tmp_path, threads=4, **more, **ranks) as llm:
+        together = [output.outputs.probs for output in llm.classify(PROMPTS, use_tqdm=False)]
+    assert numpy.allclose(together, alone, atol=1e-5)
+    assert numpy.std(alone, axis=0).max() > 0.01, "prompts are told apart"
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({}, "method"),

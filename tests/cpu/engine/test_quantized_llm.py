@@ -76,6 +76,21 @@ def test_experts_are_held_as_planned(asked: str, line: str, tmp_path: Path, caps
     assert told.fit.weights_bytes == weights.planned_bytes
 
 
+def test_ranks_divide_columns_in_act_order(plain: Path, tmp_path: Path) -> None:
+    """Processes that gather what comes into o and down: the tokens of one, and weights as planned."""
+    write_quantized(plain, tmp_path, Format(IN_ORDER, written.gptq(ordered=True)))
+    said = []
+    for ranks in (1, 2):
+        with LLM(**settings_of(tmp_path, expand_weights="never", tensor_parallel_size=ranks, threads=2)) as llm:
+            asked = [{"prompt_token_ids": [5, 9, 11]}, {"prompt_token_ids": list(range(40))}]
+            outputs = llm.generate(asked, SamplingParams(max_tokens=12, temperature=0, ignore_eos=True))
+            said.append([list(output.outputs[0].token_ids) for output in outputs])
+            assert llm.info.memory is not None
+            (weights,) = (term for term in llm.info.memory.terms if term.term == "weights")
+            assert weights.planned_bytes == weights.measured_bytes, "to the byte"
+    assert said[0] == said[1]
+
+
 @pytest.mark.parametrize(
     ("stored", "asked", "line"),
     [

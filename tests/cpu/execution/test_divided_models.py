@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from greedy_runs import assert_model_s_answers, few_answers, make_core, tight_blocks
+from greedy_runs import assert_model_s_answers, few_answers, layout_of, make_core, tight_blocks
 from quantized_files import write_quantized
 from quantized_formats import FORMATS
+from safetensors.torch import load_file, save_file
 from thread_ranks import ThreadRanks, assert_same_of_ranks
 from tiny_gguf import write_tiny_gguf
 
@@ -20,7 +21,7 @@ from holdfast.checkpoints.checkpoint import Checkpoint
 from holdfast.checkpoints.formats import safetensors
 from holdfast.checkpoints.formats.gguf import read_header
 from holdfast.execution import native
-from holdfast.execution.runner import RunnerLimits
+from holdfast.execution.runner import Runner, RunnerLimits
 from holdfast.execution.weights.load import load_weights
 from holdfast.models import ModelSpec, from_config, from_gguf
 from holdfast.models.shards import shard_spec
@@ -103,9 +104,17 @@ def test_blocks_of_gguf_are_divided(expand: bool, compiled: bool, tmp_path: Path
 DIVIDED = (
     "awq", "gptq", "w4a16-asymmetric", "w8a16", "w8a8-dynamic", "w8a8-static", "w8a8-tensor-zeros", "fp8-channel",
     "fp8", "fbgemm-bounded", "fp8-weights-only", "fp8-tensor-static", "fp8-block", "fp8-static", "fp8-powers", "nf4",
-    "llm-int8",
+    "llm-int8", "gptq-ordered", "gptq-8-asymmetric-ordered", "w4a16-ordered",
 )  # fmt: skip
-USUAL = {("awq", True), ("w8a8-dynamic", True), ("w8a8-dynamic", False), ("fp8-channel", True), ("fp8-powers", True)}
+USUAL = {
+    ("awq", True),
+    ("gptq-ordered", True),
+    ("gptq-ordered", False),
+    ("w8a8-dynamic", True),
+    ("w8a8-dynamic", False),
+    ("fp8-channel", True),
+    ("fp8-powers", True),
+}
 
 
 @pytest.mark.parametrize(
@@ -129,8 +138,38 @@ def test_codes_and_their_scales_are_divided(
 
     made = FORMATS[name]
     rounded = made.inputs != "plain"
-    asks = rounded and made.static is None and not made.input_group
+    ordered = name.endswith("-ordered")  # Down and o take inputs of both ranks, which they gather.
+    asks = ordered or (rounded and made.static is None and not made.input_group)
     assert_same_of_ranks(spec, opened, size=2, expand=False, compiled=compiled, rounded=rounded, in_python=asks)
+
+
+@pytest.mark.parametrize(("size", "compiled"), [(2, False), pytest.param(2, True, marks=pytest.mark.long), (4, True)])
+def test_columns_in_act_order_mean_what_they_mean_to_one(
+    size: int, compiled: bool, oracles: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Groups of o and down are of inputs that lie on all ranks: tokens are those of the plain numbers in float32."""
+    oracle = oracles("Llama", hidden_size=128, head_dim=32, intermediate_size=192, num_hidden_layers=2)
+    means = write_quantized(oracle.folder, tmp_path / "codes", FORMATS["gptq-ordered"])
+    spec = from_config(json.loads((tmp_path / "codes" / "config.json").read_text()))
+    source = {name: one for file in oracle.folder.glob("*.safetensors") for name, one in load_file(file).items()}
+    (tmp_path / "plain").mkdir()
+    numbers = source | {name: torch.from_numpy(value).contiguous() for name, value in means.items()}
+    save_file(numbers, tmp_path / "plain" / "model.safetensors", metadata={"format": "pt"})
+
+    def opened(folder: str) -> Checkpoint:
+        return Checkpoint(safetensors.read_headers(sorted((tmp_path / folder).glob("*.safetensors"))), "safetensors")
+
+    limits = RunnerLimits(max_num_seqs=2, max_num_batched_tokens=24, max_model_len=64)
+    plain = load_weights(oracle.spec, opened("plain"), dtype=torch.float32, device=torch.device("cpu"), expand=True)
+    one = Runner(oracle.spec, plain, layout_of(oracle.spec), limits, torch.device("cpu"))
+    one.back_kv(60)
+    loading = {"expand": False, "compiled": compiled}
+    ranks = ThreadRanks(spec, lambda: opened("codes"), limits, 60, size=size, **loading)
+    orders = [runner._decoder.weights.layers[0].mlp.down.order for runner in ranks.runners]
+    assert torch.equal(torch.cat(orders).sort().values, torch.arange(192, dtype=torch.int32))
+    assert any(int(order.max() - order.min()) >= len(order) for order in orders), "inputs of other ranks"
+    assert few_answers(make_core(ranks.runner, ranks.layout, 60)) == few_answers(make_core(one, one.layout, 60))
+    ranks.close()
 
 
 @pytest.mark.long

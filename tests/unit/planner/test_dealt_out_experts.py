@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -111,9 +110,17 @@ def test_formats_that_ranks_cannot_divide_are_taken_of_whole_experts(packing: Pa
         refuse_with_ranks(config, spec, experts, compiled_kernels=True)
     assert refused.value.code == NOT_WITH_RANKS
     refuse_with_ranks(whole, spec, experts, compiled_kernels=True)
-    attention = pytest.raises(ConfigurationError) if packing.act_order else contextlib.nullcontext()
-    with attention:  # It is divided as ever.
-        refuse_with_ranks(whole, spec, packed(spec, ".q", packing), compiled_kernels=True)
+    assert "--enable-expert-parallel" in (refused.value.fix or "")
+    # Attention is divided as ever.
+    refuse_with_ranks(whole, spec, packed(spec, ".q", packing), compiled_kernels=True)
+
+
+def test_columns_in_act_order_whose_inputs_are_rounded_are_refused() -> None:
+    config = EngineConfig(model="m", tensor_parallel_size=2, device="cpu", enable_expert_parallel=True)
+    stored = packed(spec_of(), ".o", replace(ORDERED, inputs="int8"))
+    with pytest.raises(ConfigurationError, match="act-order") as refused:
+        refuse_with_ranks(config, spec_of(), stored, compiled_kernels=True)
+    assert refused.value.code == NOT_WITH_RANKS
 
 
 def test_a_scale_of_inputs_that_all_experts_share_is_refused() -> None:

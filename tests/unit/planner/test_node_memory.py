@@ -8,6 +8,7 @@ import pytest
 from planned_llama import LLAMA_3_8B
 
 from holdfast import plan as ask
+from holdfast.cli.fatal import say_fatal
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigurationError, DoesNotFitError
 from holdfast.footprint.cpu import FRAMEWORK_BYTES
@@ -15,15 +16,18 @@ from holdfast.hardware import Memory, Processor
 from holdfast.models import from_config
 from holdfast.planner import Plan, make_cpu_plan
 from holdfast.planner.report.text import lines
+from holdfast.planner.serve.refusals import changed as changed_settings
 from holdfast.planner.serve.shares.nodes import (
     NodeMemory,
+    NodeRefusal,
     available_everywhere,
     fit_nodes,
     node_loading,
     node_terms,
     page_bytes,
+    with_node_remedies,
 )
-from holdfast.units import GIB
+from holdfast.units import GIB, format_bytes
 
 SPEC = from_config(LLAMA_3_8B)
 FREE = 24 * GIB
@@ -139,6 +143,42 @@ def test_a_node_that_cannot_hold_its_ranks_is_named(changed: dict[str, int]) -> 
     assert "1.00 GiB free there" in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("changed", "small_gib", "first"),
+    [
+        ({"max_model_len": 8192}, 18, "--max-model-len "),  # It loads, and has no room for a context as long.
+        ({}, 17, "--gpu-memory-utilization "),  # It does not even load.
+    ],
+)
+def test_what_to_set_is_planned_for_the_node_that_cannot(
+    changed: dict[str, int], small_gib: int, first: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With what is printed first every node holds its part; were all as large as the head, nothing would be short."""
+    config = settings(**changed)
+    plan = planned(config)
+    machines = [NodeMemory(FREE), NodeMemory(small_gib * GIB, "other")]
+    with pytest.raises(NodeRefusal) as refused:
+        fit_nodes(plan, config, machines)
+    told = with_node_remedies(refused.value, plan, config, machines, planned)
+    assert told.fix is not None
+    assert told.fix.startswith(first)
+    assert f"planned for the {format_bytes(machines[1].free_bytes)} free on node 1" in told.fix
+    flag, value = told.fix.split(",")[0].split()
+    other = changed_settings(config, {flag.removeprefix("--").replace("-", "_"): value})
+    fit_nodes(planned(other), other, machines)
+    say_fatal(told, ["serve", "llama", "--nnodes", "2", "-pp", "2"])
+    assert f"run:    holdfast serve llama --nnodes 2 -pp 2 {flag} {value}\n" in capsys.readouterr().err
+
+
+def test_nothing_to_set_helps_a_node_that_is_far_too_small() -> None:
+    config = settings()
+    plan, machines = planned(config), [NodeMemory(FREE), NodeMemory(GIB, "other")]
+    with pytest.raises(NodeRefusal) as refused:
+        fit_nodes(plan, config, machines)
+    told = with_node_remedies(refused.value, plan, config, machines, planned)
+    assert told.fix == "more nodes, or free memory there"
+
+
 def test_after_loading_the_node_with_least_room_decides() -> None:
     config = settings(ram=FREE)
     plan = planned(config)
@@ -223,6 +263,32 @@ def test_the_head_of_equal_nodes_has_more_to_hold_and_decides() -> None:
     small = ask(**ASKED | {"ram": str(between + (2 << 20))}, pipeline_parallel_size=2, nnodes=2)
     assert not small.fits
     assert small.fit.short_bytes > 0
+
+
+OFFERED = {"ram_bytes": "ram", "max_model_len": "max_model_len"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "kinds"),
+    [
+        ({"ram": "8.6GiB"}, {"more_ram"}),
+        ({"model": "llama-3.1-8b", "ram": "12.2GiB", "max_model_len": 65536}, {"context", "more_ram"}),
+    ],
+)
+def test_remedies_are_what_each_node_can_hold(changed: dict[str, object], kinds: set[str]) -> None:
+    """Asked again with it, as it is printed, every node holds its part; --ram is of each node, not of all together."""
+    given = {**ASKED, **changed, "pipeline_parallel_size": 2, "nnodes": 2}
+    small = ask(**given)
+    assert not small.fits
+    assert {way.kind for way in small.ways_out} >= kinds
+    assert "short on node 0" in "\n".join(lines(small, width=300))
+    for way in small.ways_out:
+        if way.kind in kinds:
+            settings = {OFFERED[name]: value for name, value in way.settings.items()}
+            assert ask(**{**given, **settings}).fits, way.change
+    (ram,) = [way for way in small.ways_out if way.kind == "more_ram"]
+    assert ram.settings["ram_bytes"] < 13 * GIB
+    assert "on each of 2 nodes" in ram.change
 
 
 def test_the_pool_is_what_the_node_with_the_least_room_holds() -> None:

@@ -16,8 +16,9 @@ from holdfast import plan
 from holdfast.checkpoints import LAYOUTS, Packing, StoredTensor
 from holdfast.checkpoints.files import PackedMatrix
 from holdfast.config import EngineConfig
+from holdfast.config.unsupported import RANK_GPUS
 from holdfast.errors import ConfigurationError
-from holdfast.footprint.cpu import STAGING_BYTES
+from holdfast.footprint.cpu import STAGING_BYTES, Limits
 from holdfast.footprint.identity_key import Same
 from holdfast.models import ModelSpec, from_config
 from holdfast.models.shards import Shard, shard_spec
@@ -159,6 +160,35 @@ def test_columns_that_share_a_scale_are_not_cut() -> None:
     assert inner["channel"] == [(0, 320), (320, 640)]
     assert inner["blocks"] == inner["groups of inputs"] == [(0, 384), (384, 640)]
     assert inner["nf4"] == [(0, 320), (320, 640)]
+
+
+IN_ORDER = {"method": "gptq", "bits": 4, "group_size": 64}
+
+
+def test_rows_that_ranks_gather_for_columns_in_act_order_are_counted() -> None:
+    """The whole row that comes into down, of 512 tokens at a time, and once more the rank's part of it in its order."""
+    spec = spec_of(num_attention_heads=8, num_key_value_heads=4, hidden_size=512, intermediate_size=640)
+    limits = Limits(max_model_len=2048, max_num_seqs=4, max_num_batched_tokens=1024)
+
+    def counted(ordered: bool) -> list[int]:
+        weights = Same(EngineWeights(spec, packed_as(spec, **IN_ORDER, act_order=ordered)))
+        shares = rank_shares(weights, 2, dtype="float32", expand=False, compiled=True)
+        return [shares.step_bytes(rank, limits, dtype="float32") for rank in range(2)]
+
+    more = [ordered - plain for ordered, plain in zip(counted(True), counted(False), strict=True)]
+    assert more == [512 * (640 + 320) * 4] * 2
+
+
+def test_columns_in_act_order_are_refused_of_ranks_on_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RANK_GPUS, "0,1")
+    spec = spec_of(num_attention_heads=8, num_key_value_heads=4, hidden_size=512, intermediate_size=640)
+    stored = packed_as(spec, **IN_ORDER, act_order=True)
+    config = EngineConfig(model="m", tensor_parallel_size=2, device="cuda")
+    with pytest.raises(ConfigurationError, match="act-order") as refused:
+        refuse_with_ranks(config, spec, stored, compiled_kernels=True)
+    assert refused.value.code == NOT_WITH_RANKS
+    assert "--device cpu" in (refused.value.fix or "")
+    refuse_with_ranks(replace(config, device="cpu"), spec, stored, compiled_kernels=True)
 
 
 EXPERTS: dict[str, Any] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import ipaddress
 import logging
@@ -29,6 +30,8 @@ from holdfast.errors import ConfigurationError, HoldfastError
 from holdfast.observability.nonblocking_output import unblock_output
 
 if TYPE_CHECKING:
+    import ssl
+
     from holdfast.engine.interface import Engine
     from holdfast.engine.requests.adapters import Adapters
     from holdfast.engine.startup.build import FoundModel
@@ -284,13 +287,11 @@ def _run(
     if made:
         log.warning("start the other nodes with HOLDFAST_NODE_SECRET=%s", engine_config.node_secret)
     # A port in use is said before a model is fetched.
-    if server_config.uds is None:
-        listener = bind(server_config.host, server_config.port)
-    else:
-        listener = bind_unix(Path(server_config.uds))
+    uds = server_config.uds
+    listener = bind(server_config.host, server_config.port) if uds is None else bind_unix(Path(uds))
     tls = tls_of(server_config)
     entry = ServerEntry(
-        server_config.uds or listener.getsockname()[:2],
+        uds or listener.getsockname()[:2],
         model=engine_config.model or DEFAULT_MODEL,
         settings=given,
         certificate=server_config.ssl_certfile,
@@ -301,7 +302,9 @@ def _run(
     entry.found(names=server_config.served_model_name or (model.files.name,), path=model.files.path)
     log.info("model %s: %s, %s parameters", model.files.name, model.spec.architecture, f"{model.spec.parameters:,}")
     front = front_bytes(engine_config.max_logprobs == WHOLE_VOCABULARY) + driver_bytes(engine_config)
-    with on_ray(engine_config, model.files.name) as engine_config:
+    with contextlib.ExitStack() as placed:
+        with _told_meanwhile(engine_config, server_config, listener, tls):
+            engine_config = placed.enter_context(on_ray(engine_config, model.files.name))
         plans = plan_engines(engine_config, model, front_bytes=front, engine_pids=[early.pid])
         tokenizer = open_tokenizer(engine_config, model)
         engine = open_engine(engine_config, model, tokenizer, plans, on_progress=LoadProgress(), early=early)
@@ -321,6 +324,18 @@ def _run(
             on_reload=SettingsReload(engine, asked_config, server_config, read_again),
             throughput=None if server_config.disable_log_stats else ThroughputLog(app.state.metrics, engine.stats),
         )
+
+
+def _told_meanwhile(
+    engine_config: EngineConfig, server_config: ServerConfig, listener: socket.socket, tls: ssl.SSLContext | None
+) -> contextlib.AbstractContextManager[None]:
+    """Who asks while Ray places the ranks is answered: probes take silence for a server that hangs."""
+    if engine_config.distributed_executor_backend != "ray":
+        return contextlib.nullcontext()
+    from holdfast.server.waiting import answering
+
+    reason = "Ray is asked for the nodes of the ranks"
+    return answering(listener, reason, root_path=server_config.root_path, tls=tls)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

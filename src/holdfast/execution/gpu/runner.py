@@ -27,6 +27,7 @@ from holdfast.execution.gpu.layers.lora import GpuAdapters
 from holdfast.execution.gpu.memory.kv_range import KVRange
 from holdfast.execution.gpu.memory.movable_weights import MovableWeights
 from holdfast.execution.gpu.memory.oom import give_back_cached, is_shortage
+from holdfast.execution.gpu.memory.page_tiers import PageTiers
 from holdfast.execution.gpu.memory.pinned_staging import carry
 from holdfast.execution.gpu.sampling import DeviceSampler, FoundScores, Work
 from holdfast.execution.gpu.slots import DeviceSlots
@@ -40,7 +41,6 @@ from holdfast.execution.parallel.gpu.following_sampler import FollowingSampler
 from holdfast.execution.parallel.gpu.share import GpuRankShare
 from holdfast.execution.parallel.gpu.stage import GpuStage
 from holdfast.execution.profile_run import heaviest_plan
-from holdfast.execution.tiers.gpu import GpuPageCopies
 from holdfast.execution.triton_kernels.tiles import prefill_tile_tokens
 from holdfast.execution.weights.decoder_weights import Weights
 from holdfast.footprint.gpu import sampling_lanes
@@ -60,7 +60,7 @@ from holdfast.records import (
 STEPS_AHEAD = 1
 
 
-class GpuRunner(MovableWeights):
+class GpuRunner(MovableWeights, PageTiers):
     def __init__(
         self,
         spec: ModelSpec,
@@ -111,7 +111,6 @@ class GpuRunner(MovableWeights):
         self._next = 0
         self._embeds = numpy.zeros(rows, dtype=bool)
         self._kv: KVRange | None = None
-        self._page_copies: GpuPageCopies | None = None
         # Streamed layers are waited for one by one, and launching takes less time than they take to come; so do all
         # experts of a layer for a step with many tokens.
         experts = self._decoder.experts
@@ -233,10 +232,7 @@ class GpuRunner(MovableWeights):
         with self._here():
             arrived = self._enter(plan)
             step = self._start(plan, masks)
-            if self._page_copies is not None:
-                self._page_copies.launch_stores(plan)
-                step.over, step.host_pages = self._copies_over, self._page_copies.host_pages
-                step.loading_s = self._page_copies.loading_s
+            self._launch_stores(plan, step)
         step.adapters = arrived
         for row in plan.rows:
             if row.samples and row.slot not in step.late:
@@ -246,28 +242,10 @@ class GpuRunner(MovableWeights):
     def execute(self, plan: StepPlan) -> StepResult:
         return self.submit(plan).result()
 
-    def use_tiers(self, copies: GpuPageCopies) -> None:
-        """What moves pages between the pool and tiers below it; before the first step that asks for it. What steps say
-        and are told goes past the copy engines from now on, which may be busy with pages."""
-        with self._here():
-            self._slots.send_beside_pages()
-            self._forms.send_beside_pages()
-            carry(self._sampled[0], self._sampler.sampled, beside_pages=True)  # Compiled before a step needs it.
-        self._page_copies, self.host_pages, self.host_settled = copies, copies.host_pages, copies.host_settled
-
-    def _copies_over(self, wait: bool) -> tuple[list[int], list[int]]:
-        with self._here():
-            return ([], []) if self._page_copies is None else self._page_copies.over(wait)
-
-    def give_up_reads(self) -> list[int]:
-        """Of pages that come from a disk: nobody waits for it. Returns copies that will never be over."""
-        return [] if self._page_copies is None else self._page_copies.give_up_reads()
-
-    def abandon_copies(self) -> None:
-        """Pages on their way between tiers are nobody's from now on."""
-        with self._here():
-            if self._page_copies is not None:
-                self._page_copies.abandon()
+    def _send_beside_pages(self) -> None:
+        self._slots.send_beside_pages()
+        self._forms.send_beside_pages()
+        carry(self._sampled[0], self._sampler.sampled, beside_pages=True)  # Compiled before a step needs it.
 
     @contextmanager
     def _here(self) -> Iterator[None]:

@@ -14,9 +14,13 @@ from holdfast.execution.layers.rounding import input_scales, rounded_inputs
 from holdfast.execution.weights.gguf_blocks import QuantizedMatrix
 from holdfast.execution.weights.scaled_matrix import ScaledMatrix
 from holdfast.footprint.scaled_layouts import ScaledLayout
+from holdfast.models.spec import ShardPiece
 
 TILE_BYTES = 2 << 20
 """Of the float tile a quantized product expands at a time: small enough to be still in cache when it is used."""
+
+WholeRows = Callable[[torch.Tensor, ShardPiece], torch.Tensor]
+"""Of one rank's part [rows, columns] of rows, which the piece says, [rows, all columns]."""
 
 
 class Linear(Protocol):
@@ -163,6 +167,53 @@ class DividedLinear:
         product = torch.empty_like(out)
         self.write(x, product)
         out += product
+
+
+class GatheredLinear:
+    """One rank's columns of a matrix whose columns have an order of their own: they take inputs that lie anywhere in a
+    row. `base`: takes them in that order. `order`: which of the whole row they are. `piece`: which of it this rank is
+    given. `whole_rows`: makes of that all of each row; None: its ranks are not known yet."""
+
+    def __init__(
+        self, base: Linear, order: torch.Tensor, piece: ShardPiece, whole_rows: WholeRows | None = None
+    ) -> None:
+        self.base, self.order, self.piece, self._whole_rows = base, order, piece, whole_rows
+        self.rows, self.columns = base.rows, base.columns
+
+    @property
+    def nbytes(self) -> int:
+        return self.base.nbytes + self.order.nbytes
+
+    def among(self, whole_rows: WholeRows) -> GatheredLinear:
+        return GatheredLinear(self.base, self.order, self.piece, whole_rows)
+
+    def write(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        self.base.write(self._inputs(x), out)
+
+    def add(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        self.base.add(self._inputs(x), out)
+
+    def _inputs(self, x: torch.Tensor) -> torch.Tensor:
+        assert self._whole_rows is not None, "of a rank that is among others"
+        return self._whole_rows(x, self.piece).index_select(1, self.order)
+
+
+def scaled_linear(
+    matrix: ScaledMatrix, dtype: torch.dtype, bias: torch.Tensor | None, piece: ShardPiece | None, *, compiled: bool
+) -> Linear:
+    """Products with a matrix of codes, which is not to be used any more. `piece`: what a rank has of it. `compiled`: by
+    compiled kernels, where they read it."""
+    layout = matrix.layout
+    order = matrix.take_order() if layout.gathered_inputs else None
+    own = None if layout.divided_inputs else bias
+    by_kernels = compiled and layout.compiles(matrix.columns)
+    made: Linear = matrix.compiled(own) if by_kernels else QuantizedLinear(matrix, dtype, own)
+    if layout.divided_inputs:
+        return DividedLinear(made, layout, bias)
+    if order is None:
+        return made
+    assert piece is not None, "of a rank's columns"
+    return GatheredLinear(made, order, piece)
 
 
 class StackedLinear:

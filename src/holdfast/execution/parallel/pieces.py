@@ -102,7 +102,8 @@ def fill_cut(matrix: ScaledMatrix, first: int, tensor: TensorSpec, fill: Callabl
 
 
 def cut_scaled(matrix: ScaledMatrix, first: int, whole: ScaledMatrix, tensor: TensorSpec) -> None:
-    """This rank's part of `whole`, to rows first, first+1, ... of `matrix`: codes, and the scales of their groups."""
+    """This rank's part of `whole`, to rows first, first+1, ... of `matrix`: codes, the scales of their groups, and
+    which inputs they take."""
     piece, layout = tensor.cut, matrix.layout
     assert piece is not None
     rows, columns = tensor.shape[-2:]
@@ -117,6 +118,9 @@ def cut_scaled(matrix: ScaledMatrix, first: int, whole: ScaledMatrix, tensor: Te
         if by_rows or broad < whole.columns:
             source = _joined(source, 0 if by_rows else 1, [(a // unit, -(-b // unit)) for a, b in piece.ranges])
         target[first // tall : first // tall + len(source)].copy_(source)
+    if matrix.order is not None and whole.order is not None:
+        # Ranges of columns are of those in their order, in whole groups; the inputs that they take may be any rank's.
+        matrix.order.copy_(whole.order if by_rows else _joined(whole.order, 0, list(piece.ranges)))
     if matrix.inputs is not None and whole.inputs is not None:
         matrix.inputs.copy_(torch.maximum(matrix.inputs, whole.inputs))
     assert columns == matrix.columns, "the rank's own columns"

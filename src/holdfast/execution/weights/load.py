@@ -21,12 +21,13 @@ from holdfast.errors import CheckpointError
 from holdfast.execution.device import packs_weights
 from holdfast.execution.layers.linear import (
     DenseLinear,
-    DividedLinear,
     Linear,
     PackedLinear,
     QuantizedLinear,
     StackedLinear,
+    scaled_linear,
 )
+from holdfast.execution.loading.classifier import load_classifier, token_rows
 from holdfast.execution.loading.embedding import load_embedding
 from holdfast.execution.loading.expert_reads import ExpertReads
 from holdfast.execution.loading.staged_reads import StagedReads, expected_names, staged_reads
@@ -145,6 +146,9 @@ class Loader:
         self.stored: dict[str, StoredTensor] = {
             name: piece_of(one, self.tensors[name]) for name, one in found.items() if name in self.tensors
         }
+        for name, (rows, kept) in ({} if whole is None else token_rows(whole, found)).items():
+            self.tensors[name] = rows
+            self.stored |= {} if kept is None else {name: kept}
         self.slots, self.arrange, self.experts = slots, arrange, experts
         self.make: MakeTensor = exact_tensor
         self.biases, self.tied = biases_of(whole or spec), (whole or spec).tied_embeddings
@@ -165,7 +169,7 @@ class Loader:
             layers=layers,
             final_norm=self.norm("final_norm") if "final_norm" in self.tensors else Norm(nothing),
             head=self.head(embed, nothing),
-            classifier=self.classifier(embed),
+            classifier=load_classifier(self, embed),
             rope_freqs=self.vector("rope_freqs", torch.float32) if self.has("rope_freqs") else None,
             rope_freqs_long=self.vector("rope_freqs_long", torch.float32) if self.has("rope_freqs_long") else None,
             layouts=tuple(sorted(self.layouts)),
@@ -192,19 +196,6 @@ class Loader:
             self.arrange(made)
         self.slots.keep(layer.index)
         return made
-
-    def classifier(self, embed: DenseLinear | QuantizedLinear | BlockMatrix) -> torch.Tensor | None:
-        """Stored, or made of rows of the head for tokens, which is not kept."""
-        wanted = self.spec.classifier
-        if wanted is None or not wanted.token_ids:
-            return self.vector("score") if self.has("score") else None
-        places = torch.tensor(wanted.token_ids, device=self.device)
-        rows = torch.empty((len(places), self.spec.hidden_size), dtype=self.dtype, device=self.device)
-        if self.spec.tied_embeddings:
-            embed.select(places, rows)
-        else:
-            torch.index_select(self.vector("head"), 0, places, out=rows)
-        return rows[1:].float() - rows[:1].float() if wanted.two_way else rows.float()
 
     def layer(self, layer: LayerSpec) -> LayerWeights:
         name, decoder = f"layers.{layer.index}", self.spec.decoder
@@ -271,11 +262,8 @@ class Loader:
         bias = self.bias(names, rows)
         self.layouts.add(str(layout or self.dtype).removeprefix("torch."))
         if isinstance(layout, ScaledLayout):
-            matrix = self.scaled(names, rows, layout)
-            compiled = self.compiled and layout.compiles(columns)
-            own = None if layout.divided_inputs else bias
-            made = matrix.compiled(own) if compiled else QuantizedLinear(matrix, self.dtype, own)
-            return DividedLinear(made, layout, bias) if layout.divided_inputs else made
+            matrix, piece = self.scaled(names, rows, layout), self.tensors[names[0]].cut
+            return scaled_linear(matrix, self.dtype, bias, piece, compiled=self.compiled)
         if layout is None:
             weight = self.make((sum(rows), columns), self.dtype, self.device)
             for name, part in zip(names, torch.split(weight, rows), strict=True):

@@ -8,6 +8,7 @@ from holdfast.execution.layers.experts import DenseStack, ExpertWeights, Quantiz
 from holdfast.execution.layers.linear import (
     DenseLinear,
     DividedLinear,
+    GatheredLinear,
     Linear,
     PackedLinear,
     QuantizedLinear,
@@ -38,6 +39,6 @@ def _of_mlp(mlp: MlpWeights) -> Iterator[Linear | Stack]:
 
 
 def _parts(linear: Linear | Stack) -> tuple[Linear | Stack, ...]:
-    if isinstance(linear, DividedLinear):
+    if isinstance(linear, DividedLinear | GatheredLinear):
         return (linear.base,)
     return linear.parts if isinstance(linear, StackedLinear) else (linear,)

@@ -3,6 +3,8 @@ dequantized by rows, or given to compiled products. Knows no files."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from holdfast.errors import CheckpointError, EngineError
@@ -85,6 +87,13 @@ class ScaledMatrix:
         assert self.order is not None, "a layout that has an order"
         expert = first * len(self.order) // self.rows if self.order.dim() == 2 else ...
         self.order[expert] = order
+
+    def take_order(self) -> torch.Tensor:
+        """Out of the matrix, which from now on takes its inputs as its columns lie: who has the order puts them so."""
+        order = self.order
+        assert order is not None, "a layout that has an order"
+        self.order, self.layout = None, replace(self.layout, ordered=False, gathered_inputs=False)
+        return order
 
     def reorder_rows(self, first: int, rows: torch.Tensor) -> None:
         """Rows first, first+1, ... become those of these indices among them; each has scales of its own."""

@@ -286,18 +286,22 @@ def _chip(gpu: Gpu) -> str:
 
 
 def more_ram(found: Plan, offered: Sequence[Remedy]) -> Iterator[list[Change]]:
-    """Of a budget that was set, the least that does, as serve advises it; else the next size that machines have."""
-    device, machine = found.question.machine.devices[0], found.question.machine
-    sizes = [size * GIB for size in RAM_SIZES_GIB if size * GIB > device.total_bytes]
+    """Of a budget that was set, the least that does, as serve advises it; else the next size that machines have. Of
+    several nodes it is of each, and what the one that lacks most needs."""
+    device, machine, nodes = found.question.machine.devices[0], found.question.machine, found.question.settings.nodes
+    sizes = [size * GIB for size in RAM_SIZES_GIB if size * GIB > device.total_bytes // nodes]
     if device.budget_bytes is not None:
-        least = -(-(device.budget_bytes + found.short_bytes) // RAM_STEP_BYTES)
+        least = -(-(device.budget_bytes // nodes + found.short_bytes) // RAM_STEP_BYTES)
         sizes = [(least + more) * RAM_STEP_BYTES for more in range(RAM_STEPS_TRIED)]
     changes = []
     for ram in sizes if device.kind == "cpu" else ():
         # As --ram makes it: all of it is ours.
-        other = Device(index=0, name=device.name, kind="cpu", total_bytes=ram, free_bytes=ram, budget_bytes=ram)
+        every = ram * nodes
+        other = Device(index=0, name=device.name, kind="cpu", total_bytes=every, free_bytes=every, budget_bytes=every)
         question = replace(found.question, machine=replace(machine, devices=(other,)))
-        text = f"{format_bytes(ram)} of usable RAM instead of {format_bytes(found.ranks[0].budget_bytes)}"
+        where = f" on each of {nodes} nodes" if nodes > 1 else ""
+        before = format_bytes(found.ranks[0].budget_bytes // nodes)
+        text = f"{format_bytes(ram)} of usable RAM{where} instead of {before}"
         changes.append(Change(question, {"ram_bytes": ram}, text))
     yield changes
 

@@ -21,6 +21,7 @@ from holdfast.planner.fit.count import cannot_hold_weights
 from holdfast.planner.fit.search import Plan, Question, fit
 from holdfast.planner.inputs.question import CPU_USEFUL_TOKENS, MOST_UTILIZATION, Settings
 from holdfast.planner.models.variants import Variant
+from holdfast.planner.serve.shares.nodes import held_by_each
 from holdfast.units import GIB, MIB, counted, format_bytes
 
 Kind = Literal[
@@ -158,11 +159,11 @@ def too_long(question: Question) -> bool:
 
 
 def planned(question: Question) -> Plan | None:
-    """None: it cannot be planned so, or does not fit."""
+    """None: it cannot be planned so, or does not fit; of several nodes, where one of them cannot hold its part."""
     if too_long(question) or cannot_hold_weights(question):
         return None
     try:
-        found = fit(question)
+        found = held_by_each(fit(question))
     except ConfigurationError:
         return None
     return found if found.fits else None
@@ -218,7 +219,7 @@ def longest(question: Question) -> Plan | None:
     try:
         # A shorter context needs smaller tables, which leaves room for a few more tokens: twice is enough.
         for _ in range(2):
-            length = fit(with_settings(question, max_model_len=length)).longest_tokens
+            length = held_by_each(fit(with_settings(question, max_model_len=length))).longest_tokens
             if length < LEAST_CONTEXT:
                 return None
         return planned(with_settings(question, max_model_len=length))

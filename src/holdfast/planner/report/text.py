@@ -22,7 +22,7 @@ from holdfast.planner.report.findings import PlanFindings
 from holdfast.planner.report.offload import offload_lines
 from holdfast.planner.report.ranks import rank_lines
 from holdfast.planner.report.wrapping import LEAST_WIDTH, Paint, rounded_down, wrapped
-from holdfast.planner.serve.shares.nodes import node_shares
+from holdfast.planner.serve.shares.nodes import node_shares, shortest_node
 from holdfast.planner.sizing.terms import Term
 from holdfast.units import counted, format_bytes
 
@@ -90,8 +90,9 @@ def _headline(answer: PlanFindings, width: int, paint: Paint) -> Iterator[str]:
     elif answer.problem is not None:
         verdict, code = f"does not fit: {answer.problem}", "1;31"
     else:
-        loading = any(found.lacks_for_loading(rank) for rank in found.ranks)
-        when = " while loading" if loading else ""
+        loading = any(found.lacks_for_loading(rank) for rank in node_shares(found))
+        when = f" on node {shortest_node(found)[0]}" if nodes > 1 and found.own is not None else ""
+        when += " while loading" if loading else ""
         verdict, code = f"does not fit: {format_bytes(found.short_bytes)} short{when}", "1;31"
         if answer.partly is not None:
             verdict, code = f"{verdict}; {answer.partly.verdict}", "1;33" if answer.runs else "1;31"

@@ -33,7 +33,6 @@ def refuse_with_ranks(
         *_of_settings(config),
         *(_of_gpus(config, spec, stored) if config.device == "cuda" else ()),
         *(_of_divided_layers(config, spec, stored) if config.tensor_parallel_size > 1 else ()),
-        *_of_model(spec),
         *_of_machine(config, compiled_kernels),
     ):
         raise ConfigurationError(
@@ -115,6 +114,11 @@ def _of_gpus(config: EngineConfig, spec: ModelSpec, stored: Mapping[str, StoredT
     if divided and any(one is not None and one.inputs != "plain" for one in packings):
         reason = "products of these weights round their inputs, which ranks on GPUs would do each by its own part"
         yield "tensor_parallel_size", reason, ONE_RANK
+    if any(one.packed.packing.act_order for one in (stored or {}).values() if one.packed is not None):
+        reason = (
+            "the columns of these weights have an order of their own (act-order), which ranks on GPUs do not gather yet"
+        )
+        yield "tensor_parallel_size", reason, f"--device cpu, or {ONE_RANK}"
     if config.data_parallel_size > 1:
         reason = "ranks on GPUs are of one engine so far"
         yield "data_parallel_size", reason, f"leave --data-parallel-size out, or {ONE_RANK}"
@@ -152,8 +156,13 @@ def _of_divided_layers(
     of_experts = {tensor.name: _packing(tensor, spec, stored) for tensor in spec.tensors if tensor.experts}
     others = [_packing(tensor, spec, stored) for tensor in spec.tensors if not tensor.experts]
     whole = config.enable_expert_parallel
-    if any(one is not None and one.act_order for one in (*others, *(() if whole else of_experts.values()))):
-        yield "tensor_parallel_size", "the columns of these weights have an order of their own (act-order)", ONE_RANK
+    if not whole and any(one is not None and one.act_order for one in of_experts.values()):
+        reason = "the columns of these experts have an order of their own (act-order), in which they are not divided"
+        fix = f"--enable-expert-parallel, which divides no expert, or {ONE_RANK}"
+        yield "tensor_parallel_size", reason, fix
+    if any(one is not None and one.act_order and one.inputs != "plain" for one in others):
+        reason = "the columns of these weights have an order of their own (act-order), and their inputs are rounded"
+        yield "tensor_parallel_size", reason, ONE_RANK
     if whole and any(one is not None and one.inputs != "plain" and one.static_inputs for one in of_experts.values()):
         # Whole experts are multiplied as on one rank, but for this scale.
         reason = "inputs of all experts of a layer are rounded with one stored scale, which is found among all of them"
@@ -177,15 +186,6 @@ def _packing(tensor: TensorSpec, spec: ModelSpec, stored: Mapping[str, StoredTen
 def _rounds_rows(packing: Packing | None) -> bool:
     """Inputs have one scale a row, which is found when they come."""
     return packing is not None and packing.inputs != "plain" and not packing.static_inputs and not packing.input_group
-
-
-def _of_model(spec: ModelSpec) -> Iterator[_Reason]:
-    if spec.classifier is not None and spec.classifier.token_ids:
-        yield (
-            "tensor_parallel_size",
-            "this classifier is made of rows of the vocabulary, which another rank has",
-            ONE_RANK,
-        )
 
 
 def _of_machine(config: EngineConfig, compiled_kernels: bool) -> Iterator[_Reason]:

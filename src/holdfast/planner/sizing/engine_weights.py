@@ -136,6 +136,10 @@ class EngineWeights:
         """Whether some are rounded with scales that ranks find together."""
         return any(layout.divided_inputs for layout in _layouts(Same(self.spec), Same(self.stored), self.quantize))
 
+    def gathers_inputs(self) -> bool:
+        """Whether some columns take inputs of other ranks."""
+        return any(layout.gathered_inputs for layout in _layouts(Same(self.spec), Same(self.stored), self.quantize))
+
     def products(self, capability: tuple[int, int], gpu: str) -> Iterator[Decision]:
         """How weights of eight bits are multiplied on a GPU, each way with its reason."""
         layouts = _layouts(Same(self.spec), Same(self.stored), self.quantize)

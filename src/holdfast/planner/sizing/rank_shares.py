@@ -135,7 +135,8 @@ class RankShares:
         vocab = self.spec.vocab_size if shard is None else shard.vocab_rows
         shows = stage.is_last if stage is not None else shard is not None
         own = _step_bytes(one.spec, limits, dtype=dtype, vocab=vocab if shows else 0, sums=shard is not None)
-        return own + (_divided_bytes(one.spec, limits) if one.divides_inputs() else 0)
+        gathered = _gathered_bytes(self.spec, one.spec, limits, dtype=dtype) if one.gathers_inputs() else 0
+        return own + gathered + (_divided_bytes(one.spec, limits) if one.divides_inputs() else 0)
 
     def staging_bytes(self, *, dtype: str, expand: bool, compiled: bool) -> tuple[int, ...]:
         """Of each rank, which load side by side: what it holds beside its weights in place."""
@@ -264,8 +265,19 @@ def _staged_bytes(tensor: TensorSpec, kept: StoredTensor | None, layout: str | S
 
 def _divided_bytes(spec: ModelSpec, limits: Limits) -> int:
     """Of one rank's inputs once more in float32, divided by what ranks find together."""
-    widest = max(spec.heads * spec.head_dim, mlp_width(spec))
+    widest = max(_widths(spec))
     return min(limits.max_num_batched_tokens, cpu.MLP_TILE) * widest * 4
+
+
+def _gathered_bytes(whole: ModelSpec, spec: ModelSpec, limits: Limits, *, dtype: str) -> int:
+    """Of the whole rows that ranks gather, and of those of one rank's columns in their order."""
+    widest = max(sum(_widths(one)[place] for one in (whole, spec)) for place in range(2))
+    return min(limits.max_num_batched_tokens, cpu.MLP_TILE) * widest * cpu.ELEMENT_BYTES[dtype]
+
+
+def _widths(spec: ModelSpec) -> tuple[int, int]:
+    """Of what comes into o, and into down."""
+    return spec.heads * spec.head_dim, mlp_width(spec)
 
 
 @lru_cache(maxsize=64)

@@ -4,9 +4,10 @@ known."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
-from holdfast.checkpoints import ModelFiles
+from holdfast.checkpoints import ModelFiles, StoredTensor, match, open_checkpoint
 from holdfast.config import EngineConfig
 from holdfast.config.nodes import WRONG_NODES
 from holdfast.engine.ranks.messages import Measured
@@ -14,9 +15,15 @@ from holdfast.engine.ranks.nodes.hub import NodeHub
 from holdfast.engine.ranks.nodes.report import report_of
 from holdfast.engine.ranks.nodes.secret import with_secret
 from holdfast.errors import ConfigurationError, HoldfastError
-from holdfast.hardware import memory
-from holdfast.planner import Plan
-from holdfast.planner.serve.shares.nodes import NodeMemory, available_everywhere, fit_nodes
+from holdfast.hardware import Memory, memory, processor
+from holdfast.planner import Plan, make_cpu_plan
+from holdfast.planner.serve.shares.nodes import (
+    NodeMemory,
+    NodeRefusal,
+    available_everywhere,
+    fit_nodes,
+    with_node_remedies,
+)
 from holdfast.records import Failure
 
 log = logging.getLogger("holdfast")
@@ -45,7 +52,7 @@ def join_nodes(
     hub = NodeHub(host, config.master_port, config.node_secret, own, stages, plan.engine.rank_count)
     try:
         hub.await_nodes(config.node_timeout, lambda done, total: progress("nodes", done, total))
-        plan = fit_nodes(plan, config, [NodeMemory(one.free_bytes, one.name) for one in hub.reports])
+        plan = _held(plan, config, [NodeMemory(one.free_bytes, one.name) for one in hub.reports], files)
     except HoldfastError as error:
         hub.close(again=False, failure=Failure.of(error))
         raise
@@ -53,6 +60,38 @@ def join_nodes(
         hub.close(again=True)
         raise
     return hub, plan
+
+
+def _held(plan: Plan, config: EngineConfig, machines: Sequence[NodeMemory], files: ModelFiles) -> Plan:
+    """By each of these; what to set where one cannot is planned for what it has."""
+    try:
+        return fit_nodes(plan, config, machines)
+    except NodeRefusal as refusal:
+        spec = plan.question.model.spec
+        stored = None if config.load_format == "dummy" else match(spec, open_checkpoint(files))
+        again = partial(_planned_again, plan, stored, files.format == "gguf")
+        raise with_node_remedies(refusal, plan, config, machines, again) from None
+
+
+def _planned_again(before: Plan, stored: Mapping[str, StoredTensor] | None, gguf: bool, config: EngineConfig) -> Plan:
+    """With other settings, for the memory of the head as it was planned for."""
+    model, settings, device = before.question.model, before.question.settings, before.device
+    machine = Memory(
+        total_bytes=device.total_bytes // settings.nodes,
+        available_bytes=device.free_bytes // settings.nodes,
+        limited_by=device.limited_by,
+    )
+    return make_cpu_plan(
+        model.spec,
+        stored,
+        config,
+        machine,
+        processor(),
+        name=model.name,
+        gguf=gguf,
+        compiled_kernels=before.question.machine.compiled_kernels,
+        front_bytes=settings.front_bytes,
+    )
 
 
 def available_bytes(config: EngineConfig, plan: Plan, ranks: Sequence[Measured]) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from holdfast.config import EngineConfig
 from holdfast.errors import DoesNotFitError
@@ -16,6 +17,7 @@ from holdfast.footprint.cpu import BOOK_BYTES
 from holdfast.hardware import Memory
 from holdfast.observability.decisions import Decision
 from holdfast.planner.fit.result import Plan, Rank
+from holdfast.planner.serve.refusals import Attempt, PlanRefusal, SettingsChange, cpu_candidates, with_remedies
 from holdfast.planner.serve.settle import coming_bytes, longest_context, settle_pool
 from holdfast.planner.sizing.terms import Term
 from holdfast.units import counted, format_bytes
@@ -117,20 +119,31 @@ def _share(plan: Plan, node: int, nodes: int) -> Rank:
 
 def held_by_each(plan: Plan) -> Plan:
     """A plan of all nodes together, as each of them can hold its part where all are alike: the first has the API too,
-    and layers are not even. One that does not fit where a node cannot."""
+    and layers are not even. One that does not fit where a node cannot: what is short is short of that node."""
     nodes = plan.question.settings.nodes
-    if nodes == 1 or plan.own is None or not plan.fits:
+    if nodes == 1 or plan.own is None:
         return plan
-    short = max(max(plan.needed_bytes(one) - one.left_bytes, one.loading_short_bytes) for one in node_shares(plan))
-    if short > 0:
-        return replace(plan, fits=False, short_bytes=short)
-    rooms = list[int]()
-    for node, one in enumerate(node_shares(plan)):
-        books = BOOK_BYTES if node == 0 else 0
-        room = one.budget_bytes - sum(term.nbytes for term in one.terms) + plan.engine.blocks * books
-        rooms.append(room // (one.null_bytes + books))
+    rooms = [_pages_held(plan, node, one) for node, one in enumerate(node_shares(plan))]
     least = min(range(nodes), key=rooms.__getitem__)
+    _, short = shortest_node(plan)
+    if short > 0 or not plan.fits:
+        longest = min(plan.longest_tokens, longest_context(plan, max(0, rooms[least])))
+        return replace(plan, fits=False, short_bytes=short if short > 0 else plan.short_bytes, longest_tokens=longest)
     return plan if rooms[least] >= plan.engine.blocks else _with_pool(plan, rooms[least], least)
+
+
+def _pages_held(plan: Plan, node: int, share: Rank) -> int:
+    books = BOOK_BYTES if node == 0 else 0
+    room = share.budget_bytes - sum(term.nbytes for term in share.terms) + plan.engine.blocks * books
+    return room // (share.null_bytes + books)
+
+
+def shortest_node(plan: Plan) -> tuple[int, int]:
+    """Which of several that are alike lacks most of what it has to hold, and how many bytes: not positive where none
+    does."""
+    shorts = [max(plan.needed_bytes(one) - one.left_bytes, one.loading_short_bytes) for one in node_shares(plan)]
+    node = max(range(len(shorts)), key=shorts.__getitem__)
+    return node, shorts[node]
 
 
 def _with_pool(plan: Plan, blocks: int, node: int) -> Plan:
@@ -152,7 +165,7 @@ def _with_pool(plan: Plan, blocks: int, node: int) -> Plan:
 
 
 def fit_nodes(plan: Plan, config: EngineConfig, machines: Sequence[NodeMemory]) -> Plan:
-    """The plan with a pool that every node can hold, or a DoesNotFitError with the node that cannot."""
+    """The plan with a pool that every node can hold, or a NodeRefusal with the node that cannot."""
     nodes, limits = len(machines), plan.limits
     blocks, least = plan.engine.blocks, 0
     for node, machine in enumerate(machines):
@@ -164,7 +177,7 @@ def fit_nodes(plan: Plan, config: EngineConfig, machines: Sequence[NodeMemory]) 
             blocks, least = held, node
     length = longest_context(plan, blocks)
     if length == 0 or (length < limits.max_model_len and plan.length_is_set):
-        raise _does_not_fit(plan, config, machines[least], least, nodes)
+        raise _does_not_fit(plan, config, machines[least], least, nodes, length)
     if blocks == plan.engine.blocks:
         return plan
     settled = settle_pool(plan, blocks * plan.engine.layout.page_bytes + plan.reserve_bytes)
@@ -224,21 +237,66 @@ def _named_ranks(plan: Plan, node: int, nodes: int) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
 
 
-def _does_not_load(plan: Plan, config: EngineConfig, machine: NodeMemory, node: int, nodes: int) -> DoesNotFitError:
+class NodeRefusal(PlanRefusal):
+    """Of one node. Its own change is one that this node, and so every other, would hold."""
+
+    def __init__(
+        self,
+        message: str,
+        node: int,
+        machine: NodeMemory,
+        *,
+        needed: str,
+        found: str,
+        fix: str,
+        changes: Sequence[SettingsChange] = (),
+    ) -> None:
+        message = f"node {node} ({machine.name}) {message}"
+        super().__init__(message, needed=needed, found=found, fix=fix, changes=changes, field="nnodes")
+        self.node, self.machine = node, machine
+
+
+def with_node_remedies(
+    refusal: NodeRefusal, plan: Plan, config: EngineConfig, machines: Sequence[NodeMemory], again: Attempt
+) -> DoesNotFitError:
+    """The refusal with the changes of settings that make every node, with the memory that it has, hold its part.
+    `again`: plans with other settings, taking all nodes to be as large as the head."""
+
+    def attempt(tried: EngineConfig) -> Plan:
+        return fit_nodes(again(tried), tried, machines)
+
+    least = min(machine.free_bytes for machine in machines)
+    machine = Memory(total_bytes=least, available_bytes=least, limited_by="the smallest node")
+    position = plan.question.model.spec.max_position
+    told = with_remedies(refusal, config, position, attempt, partial(cpu_candidates, machine=machine))
+    fix = told.fix
+    if fix != refusal.fix:
+        where = f"the {format_bytes(refusal.machine.free_bytes)} free on node {refusal.node}"
+        fix = f"{fix}, or more nodes, or free memory there: settings are planned for {where}"
+    return DoesNotFitError(
+        told.message, code=told.code, needed=told.needed, found=told.found, fix=fix, field=refusal.field
+    )
+
+
+def _does_not_load(plan: Plan, config: EngineConfig, machine: NodeMemory, node: int, nodes: int) -> NodeRefusal:
     needed, budget = _loading(plan, node, nodes), _budget(plan, config, machine, node, nodes)
     held = node_loading(plan, node, nodes)
-    return DoesNotFitError(
-        f"node {node} ({machine.name}) cannot hold {_named_ranks(plan, node, nodes)} while they load",
+    return NodeRefusal(
+        f"cannot hold {_named_ranks(plan, node, nodes)} while they load",
+        node,
+        machine,
         needed=f"{format_bytes(needed)}: {format_bytes(held['weights'])} of weights, {format_bytes(held['staging'])} of"
         " staging (what is read at a time), and what processes take",
         found=f"{format_bytes(machine.free_bytes)} free there, of which {format_bytes(max(0, budget))} may be used:"
         f" {format_bytes(max(0, needed - budget))} short",
         fix="more nodes, or free memory there",
-        field="nnodes",
     )
 
 
-def _does_not_fit(plan: Plan, config: EngineConfig, machine: NodeMemory, node: int, nodes: int) -> DoesNotFitError:
+def _does_not_fit(
+    plan: Plan, config: EngineConfig, machine: NodeMemory, node: int, nodes: int, longest: int
+) -> NodeRefusal:
+    """`longest`: the context that would be held; 0: none."""
     ranks, limits = ranks_of(plan, node, nodes), plan.limits
     length = limits.max_model_len if plan.length_is_set else 1
     pages = 1 + plan.engine.layout.peak_blocks(length, limits.max_num_batched_tokens)
@@ -246,12 +304,14 @@ def _does_not_fit(plan: Plan, config: EngineConfig, machine: NodeMemory, node: i
     needed = _coming(node_terms(plan, node, nodes), node) + pool
     budget = _budget(plan, config, machine, node, nodes)
     weights = sum(plan.engine.rank_weights[rank] for rank in ranks)
-    return DoesNotFitError(
-        f"node {node} ({machine.name}) cannot hold {_named_ranks(plan, node, nodes)}",
+    return NodeRefusal(
+        f"cannot hold {_named_ranks(plan, node, nodes)}",
+        node,
+        machine,
+        changes=({"max_model_len": longest},) if longest else (),
         needed=f"{format_bytes(needed)}: {format_bytes(weights)} of weights, {format_bytes(pool)} of KV for a context"
         f" of {length:,}, and what steps take",
         found=f"{format_bytes(machine.free_bytes)} free there, of which {format_bytes(max(0, budget))} may be used:"
         f" {format_bytes(max(0, needed - budget))} short",
         fix="more nodes, a smaller --max-model-len, or free memory there",
-        field="nnodes",
     )
