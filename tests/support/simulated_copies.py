@@ -100,6 +100,9 @@ class SimulatedCopies:
     def close(self) -> None:
         return None
 
+    def timed(self) -> tuple[float, int]:
+        return 0.0, 0
+
     def use(self) -> LinkUse:
         return LinkUse(copied_bytes=sum(self.copied) + sum(self.later))
 
@@ -207,6 +210,9 @@ class QueuedCopies:
 
     def close(self) -> None:
         self.run_all()
+
+    def timed(self) -> tuple[float, int]:
+        return 0.0, 0
 
     def use(self) -> LinkUse:
         return LinkUse()

@@ -256,11 +256,12 @@ class KVCache:
         whether it is worth it to save what each holds."""
         if self.tiers is None:
             return []
-        plan = self.tiers.plan_saves if saves_only else self.tiers.plan
         pages = (
             ([page for table in book.tables for page in table if page != NULL_PAGE], worth) for book, worth in running
         )
-        return plan(pages, self.applied_step, step_tokens)
+        if saves_only:
+            return self.tiers.plan_saves(pages, self.applied_step, step_tokens, ahead=False)
+        return self.tiers.plan(pages, self.applied_step, step_tokens)
 
     def end_copies(self, finished: Iterable[int], failed: Iterable[int], host_pages: int = 0) -> bool:
         """These are over. `host_pages`: of RAM that may be used by now, if there are more. Says whether anything

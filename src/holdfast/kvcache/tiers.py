@@ -281,20 +281,22 @@ class LowerTiers:
         """So many are to be free or saved for a while. Before the next plan nobody knows that they are."""
         self.spare_wanted, self._owed = pages, True
 
-    def plan_saves(self, running: Iterable[RunningPages], applied_step: int, step_tokens: int = 0) -> list[BlockCopy]:
+    def plan_saves(
+        self, running: Iterable[RunningPages], applied_step: int, step_tokens: int = 0, *, ahead: bool = True
+    ) -> list[BlockCopy]:
         """To RAM: idle pages in the order in which they would go, then those of who runs, the youngest first. While RAM
         has pages that nobody needs, all idle pages go there, some with each step: whoever comes with much finds them
-        saved."""
+        saved. Not `ahead`: no more than are to be spare, since nobody computes meanwhile."""
         spare, self._owed = max(self.spare_pages, self.spare_wanted), False
         room, copies = self.most_storing - self._stores, list[BlockCopy]()
         budget = min(room, self._stores_a_plan(step_tokens))
         if not self.host.total:
             return copies
         if self._pool.spare >= spare:
-            ahead = self.limits.saves_ahead and self.limits.saves_ahead + step_tokens
-            budget = min(budget, self.host.free, ahead)
+            more = self.limits.saves_ahead + step_tokens if ahead and self.limits.saves_ahead else 0
+            budget = min(budget, self.host.free, more)
         leaving = self._leaving(running) if self._pool.available < spare else []
-        for pages in (self._next_idle(room if budget > 0 else 0), *leaving):
+        for pages in (self._next_idle(min(room, 4 * budget)), *leaving):
             for page in pages:
                 if len(copies) >= budget:
                     break

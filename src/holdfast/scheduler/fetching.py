@@ -219,6 +219,8 @@ class Fetching:
             come, lost = tiers.loaded_pages[tier] - self._counted[tier], tiers.lost_pages[tier] - self._lost[tier]
             self._lost[tier] += lost
             if tier not in self._since_s:
+                if tier is Tier.HOST:
+                    self._loading_s = 0.0  # Of nothing that is counted here.
                 continue
             if not come and not tiers.in_flight(tier):
                 since_s = self._since_s.pop(tier)

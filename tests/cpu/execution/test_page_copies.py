@@ -20,7 +20,7 @@ from simulated_copies import SimulatedCopies
 from holdfast.execution.tiers.gpu import PIECE_BYTES, GpuPageCopies, HostMemory, piece_bytes
 from holdfast.kvcache import KVCache, Tier, TierLimits
 from holdfast.prefix_store import PrefixStore
-from holdfast.records import LinkUse, Request, SamplingParams
+from holdfast.records import Request, SamplingParams
 from holdfast.scheduler.limits import SchedulerLimits
 from holdfast.scheduler.scheduler import Scheduler
 
@@ -148,20 +148,28 @@ def test_pieces_are_whole_pages_of_both_kinds_and_no_more_than_was_asked_for(pag
     assert piece_bytes(1, page) % page == 0
 
 
-def test_the_link_tells_how_long_it_brought_pages() -> None:
-    """Since it was asked last; and nothing where weights come over it too."""
+def test_the_link_tells_how_long_it_brought_pages_from_ram() -> None:
+    """Since it was asked last; and nothing where weights or pages from disk come over it too, or not all was timed."""
 
     class Timed(SimulatedCopies):
-        busy_s = 0.0
+        found = 0.0, 0
 
-        def use(self) -> LinkUse:
-            return LinkUse(busy_s=self.busy_s)
+        def timed(self) -> tuple[float, int]:
+            return self.found
 
     link, weights_come = Timed(1), False
     copies = GpuPageCopies(lambda: torch.zeros(4), 16, link, lambda: weights_come, None, None)
-    link.busy_s = 0.5
+    link.found = 0.5, 0
     assert (copies.loading_s(), copies.loading_s()) == (0.5, 0.0)
-    weights_come, link.busy_s = True, 2.0
+    weights_come, link.found = True, (2.0, 0)
     assert copies.loading_s() == 0.0
-    weights_come, link.busy_s = False, 2.25
+    weights_come, link.found = False, (2.25, 0)
     assert copies.loading_s() == 0.25
+    link.found = 2.5, 3
+    assert copies.loading_s() == 0.0
+    link.found = 2.75, 3
+    assert copies.loading_s() == 0.25
+    copies._from_disk, link.found = True, (3.0, 3)
+    assert copies.loading_s() == 0.0
+    link.found = 3.5, 3
+    assert copies.loading_s() == 0.5

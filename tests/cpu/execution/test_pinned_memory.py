@@ -138,6 +138,17 @@ def test_copies_on_its_own_gpu_are_waited_for_before_it_is_given_back(
     assert "did not unpin host memory, which stays taken therefore: CUDA error 713" in caplog.text
 
 
+def test_memory_of_a_gpu_that_does_not_answer_stays_taken(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(device: torch.device | None = None) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", broken)
+    assert unregister([8, 9], GPU) == [8, 9]
+    assert "does not answer: CUDA error: an illegal memory access was encountered" in caplog.text
+
+
 def is_mapped(address: int) -> bool:
     """Whether this process has anything there."""
     with open("/proc/self/maps") as lines:

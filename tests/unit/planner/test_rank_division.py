@@ -189,6 +189,8 @@ def test_columns_in_act_order_are_refused_of_ranks_on_gpus_alone(monkeypatch: py
     assert refused.value.code == NOT_WITH_RANKS
     assert "--device cpu" in (refused.value.fix or "")
     refuse_with_ranks(replace(config, device="cpu"), spec, stored, compiled_kernels=True)
+    stages = replace(config, tensor_parallel_size=1, pipeline_parallel_size=2)  # Whose matrices are whole.
+    refuse_with_ranks(stages, spec, stored, compiled_kernels=True)
 
 
 EXPERTS: dict[str, Any] = {

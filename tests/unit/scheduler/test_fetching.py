@@ -195,6 +195,22 @@ def test_a_link_that_is_timed_by_itself_is_not_slow_beside_long_steps() -> None:
         assert least < rate / page < most
 
 
+def test_what_the_link_did_while_no_page_came_from_ram_is_not_held_against_it() -> None:
+    fetching = world().scheduler._fetching
+    tiers, page = fetching._kv.tiers, fetching._kv.layout.page_bytes
+    assert tiers is not None
+    for number in range(100):
+        fetching.note_applied([(0, 1)], float(number), number + 1.0, 0.01)
+    tiers._in_flight[Tier.HOST] = 4
+    fetching.note_planned(100.0)
+    tiers.loaded_pages[Tier.HOST] += 4
+    tiers._in_flight[Tier.HOST] = 0
+    fetching.note_applied([(0, 1)], 100.0, 101.0, 0.004)
+    rate = fetching.loads[Tier.HOST].per_s
+    assert rate is not None
+    assert abs(rate / page - 1000) < 1
+
+
 def test_rates_are_of_what_was_seen_last() -> None:
     rate = SeenRate()
     assert rate.per_s is None

@@ -166,3 +166,13 @@ def test_idle_pages_go_to_ram_while_it_has_pages_that_nobody_needs() -> None:
         world.run(lambda world=world: not (world.scheduler.has_unfinished or world.scheduler.has_copies))  # type: ignore[misc]
         assert tiers.stored_pages[Tier.HOST] == (90 if saved == 60 else 40)
         world.scheduler.check_invariants()
+
+
+def test_a_smaller_pool_does_not_wait_for_pages_that_are_saved_ahead() -> None:
+    """Nobody computes while it is resized."""
+    world = open_world(400, 1, 4500, host_pages=1000, spare_pages=0, spare_share=0.0, saves_ahead=2)
+    world.add("prompt", 260 * BLOCK + 1, 1)
+    world.run(lambda: not world.scheduler.has_unfinished)
+    world.settle()
+    assert world.scheduler.has_copies, "not all is saved"
+    assert world.scheduler.save_before(390) is None

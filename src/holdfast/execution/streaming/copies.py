@@ -67,6 +67,9 @@ class Copies(Protocol):
     def close(self) -> None:
         """When this returns nothing is on its way, and what waited for the link never goes."""
 
+    def timed(self) -> tuple[float, int]:
+        """Seconds of all copies to the GPU that are over and were timed, and how many copies were not."""
+
     def use(self) -> LinkUse:
         """Of the way to the GPU."""
 
@@ -225,6 +228,9 @@ class CudaCopies:
         self._stream.synchronize()
         self._back.synchronize()
 
+    def timed(self) -> tuple[float, int]:
+        return self._busy.timed()
+
     def use(self) -> LinkUse:
         return LinkUse(
             copied_bytes=self._bytes,
@@ -280,6 +286,11 @@ class _Timed:
             self._seconds += pair.first.elapsed_time(pair.last) / 1000
             self._count += 1
             self._idle.append(pair)
+
+    def timed(self) -> tuple[float, int]:
+        """The seconds of what was timed, and how many were not."""
+        self._collect()
+        return self._seconds, self._missed
 
     def total_s(self) -> float:
         self._collect()

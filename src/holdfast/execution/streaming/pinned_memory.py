@@ -63,7 +63,11 @@ once, would have the old pages copied in place of its own, without an error: so 
 
 def unregister(addresses: Sequence[int], device: torch.device) -> list[int]:
     if addresses:
-        torch.cuda.synchronize(device)  # Something may still be copied from there.
+        try:
+            torch.cuda.synchronize(device)  # Something may still be copied from there.
+        except RuntimeError as broken:
+            log.warning("host memory stays pinned, since the GPU does not answer: %s", str(broken).splitlines()[0])
+            return list(addresses)
     kept = []
     for address in addresses:
         if error := int(torch.cuda.cudart().cudaHostUnregister(address)):

@@ -179,7 +179,9 @@ class GpuPageCopies:
         self._coming: deque[_Piece] = deque()
         self._going: deque[_Piece] = deque()
         self._failed: list[int] = []
-        self._busy_s = 0.0
+        self._timed = 0.0, 0
+        self._from_disk = False
+        """Pages came from there since `loading_s` was asked last."""
 
     @property
     def tiers(self) -> tuple[int, ...]:
@@ -198,9 +200,13 @@ class GpuPageCopies:
         return self._host is None or self._host.settled
 
     def loading_s(self) -> float:
-        """Since this was asked last, in which the link brought pages; 0: it is not known, since weights come too."""
-        before_s, self._busy_s = self._busy_s, self.link.use().busy_s
-        return 0.0 if self._behind_weights() else max(0.0, self._busy_s - before_s)
+        """Since this was asked last, in which the link brought pages from RAM; 0: it is not known, since weights come
+        too, or pages from disk, or more pieces than it times."""
+        before, self._timed = self._timed, self.link.timed()
+        others, self._from_disk = self._from_disk, any(piece.reads is not None for piece in self._coming)
+        if others or self._from_disk or self._behind_weights() or self._timed[1] > before[1]:
+            return 0.0
+        return self._timed[0] - before[0]
 
     def begin(self, plan: StepPlan) -> None:
         """Before the rows of the plan are launched."""
@@ -305,6 +311,7 @@ class GpuPageCopies:
                 continue
             after = self._launched() if after is None else after
             self._load(self._disk.reading[place], self._pages(copy.target, 1), after, [copy], place)
+            self._from_disk = True
 
     def _end(self, piece: _Piece, finished: list[int], failed: list[int]) -> None:
         numbers = [copy.copy_id for copy in piece.copies]

@@ -110,11 +110,11 @@ def _of_gpus(config: EngineConfig, spec: ModelSpec, stored: Mapping[str, StoredT
         yield "quantization", reason, f"leave --quantization out, or {ONE_RANK}"
     if spec.quantization is not None and config.load_format == "dummy":
         yield "load_format", "dummies of a quantized model are not divided among ranks on GPUs", ONE_RANK
-    packings = (_packing(tensor, spec, stored) for tensor in spec.tensors)
+    packings = [_packing(tensor, spec, stored) for tensor in spec.tensors]
     if divided and any(one is not None and one.inputs != "plain" for one in packings):
         reason = "products of these weights round their inputs, which ranks on GPUs would do each by its own part"
         yield "tensor_parallel_size", reason, ONE_RANK
-    if any(one.packed.packing.act_order for one in (stored or {}).values() if one.packed is not None):
+    if divided and any(one is not None and one.act_order for one in packings):
         reason = (
             "the columns of these weights have an order of their own (act-order), which ranks on GPUs do not gather yet"
         )
