@@ -79,17 +79,18 @@ def tuned(found: Survivors, worth: Callable[[ServerConfiguration], float | None]
     """With a server that answers what `worth` says, and time for 60 trials."""
     now_s = 0.0
 
-    def measure(configuration: ServerConfiguration, *, speed: float, stage: Stage) -> Trial:
+    def measure(configuration: ServerConfiguration, *, speed: float, stage: Stage, climb: float = 1.0) -> Trial:
         nonlocal now_s
         now_s += TRIAL_S
         value = worth(configuration)
         died = "" if value is not None else "out of memory"
         return Trial(
-            configuration=configuration, stage=stage, speed=speed, goodput=value or 0.0, requests=100, died=died,
+            configuration=configuration, stage=stage, speed=speed, climb=climb, goodput=value or 0.0, requests=100,
+            died=died,
             good_share=(value or 0.0) / OFFERED, times_limit=OFFERED / value if value else None, seconds=TRIAL_S,
         )  # fmt: skip
 
-    return Tuner(lambda speed: found, measure, budget_s=60 * TRIAL_S, speed=1.0, clock=lambda: now_s).run()
+    return Tuner(lambda *pace: found, measure, budget_s=60 * TRIAL_S, speed=1.0, clock=lambda: now_s).run()
 
 
 def size(configuration: ServerConfiguration, name: str) -> int:
