@@ -46,6 +46,8 @@ class Side:
     model: str
     rows: tuple[str, ...]
     settings: dict[str, Any]
+    against: str
+    """The name of the side that this one is compared with; empty: none."""
 
     @property
     def label(self) -> str:
@@ -177,7 +179,12 @@ def sides(path: Path, names: Sequence[str]) -> list[Side]:
     known = tomllib.loads(path.read_text())
     if unknown := [name for name in names if name not in known]:
         raise SystemExit(f"{', '.join(unknown)}: not among {', '.join(known)}")
-    return [_side(name, known[name]["rows"], one) for name in names for one in known[name]["sides"]]
+    found = list[Side]()
+    for name in names:
+        first, second, *more = known[name]["sides"]
+        first = {"against": second.get("name", second["engine"])} | first
+        found += [_side(name, known[name]["rows"], one) for one in (first, second, *more)]
+    return found
 
 
 def _side(comparison: str, rows: list[str], one: dict[str, Any]) -> Side:
@@ -191,6 +198,7 @@ def _side(comparison: str, rows: list[str], one: dict[str, Any]) -> Side:
         model=one["model"],
         rows=tuple(one.get("rows", rows)),
         settings=settings | one.get("settings", {}),
+        against=one.get("against", ""),
     )
 
 
@@ -268,7 +276,7 @@ class Turns:
 
 
 def summary(workers: Sequence[Asked]) -> dict[str, Any]:
-    """Of each comparison its sides, and of each row every value, the medians, and their ratios to the last side's."""
+    """Of each comparison its sides, and of each row every value, the medians, and their ratios."""
     found = dict[str, Any]()
     for name in dict.fromkeys(worker.side.comparison for worker in workers):
         here = [worker for worker in workers if worker.side.comparison == name]
@@ -282,24 +290,25 @@ def summary(workers: Sequence[Asked]) -> dict[str, Any]:
 
 def _about(worker: Asked) -> dict[str, Any]:
     failure = {"failure": worker.measured.failure} if worker.measured.failure else {}
-    return {"settings": worker.side.settings} | failure
+    return {"settings": worker.side.settings, "against": worker.side.against} | failure
 
 
 def _row(row: str, here: list[Asked]) -> dict[str, Any]:
     values = {one.side.name: one.measured.values[row] for one in here if row in one.measured.values}
     medians = {name: statistics.median(found) for name, found in values.items()}
-    last = here[-1].side.name
-    ratios = {name: median / medians[last] for name, median in medians.items() if name != last and last in medians}
+    against = {one.side.name: one.side.against for one in here}
+    ratios = {name: median / medians[against[name]] for name, median in medians.items() if against[name] in medians}
     return {"title": ROWS[row][0], "values": values, "medians": medians, "ratios": ratios}
 
 
 def table(name: str, found: dict[str, Any]) -> str:
     names = list(found["sides"])
-    heads = [*names, *(f"{one} / {names[-1]}" for one in names[:-1])]
+    compared = {one: about["against"] for one, about in found["sides"].items() if about["against"]}
+    heads = [*names, *(f"{one} / {other}" for one, other in compared.items())]
     lines = [f"| {name} | {' | '.join(heads)} |", f"|---|{'---:|' * len(heads)}"]
     for row in found["rows"].values():
         cells = [_cell(row["values"].get(one, [])) for one in names]
-        cells += [f"{row['ratios'][one]:.2f}" if one in row["ratios"] else "" for one in names[:-1]]
+        cells += [f"{row['ratios'][one]:.2f}" if one in row["ratios"] else "" for one in compared]
         lines.append(f"| {row['title']} | {' | '.join(cells)} |")
     failures = [f"{one}: {about['failure']}" for one, about in found["sides"].items() if "failure" in about]
     return "\n".join([*lines, *failures])

@@ -31,8 +31,8 @@ def test_expanded_codes_are_rounded_to_the_bits_that_are_named(bits: int) -> Non
 
 def test_an_unquantized_file_has_the_matrices_of_a_quantized_one(tmp_path: Path) -> None:
     tiny = gpu_worker.LLAMA | {
-        "vocab_size": 64, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 1,
-        "num_key_value_heads": 1, "tie_word_embeddings": False,
+        "vocab_size": 64, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+        "num_attention_heads": 1, "num_key_value_heads": 1, "tie_word_embeddings": False,
     }  # fmt: skip
     random_checkpoints.write_bf16(tiny, tmp_path / "bf16")
     random_checkpoints.write_fp8(tiny, tmp_path / "fp8")

@@ -30,6 +30,10 @@ rows, go = more
 if model == "never":
     sys.exit("no such engine")
 note("start " + engine)
+settings = json.loads(os.environ["HOLDFAST_BENCHMARK_SETTINGS"])
+if "max_num_batched_tokens" in settings:
+    with open(os.path.join(os.path.dirname(__file__), "settings"), "w") as file:
+        json.dump(settings, file)
 open(go + ".ready", "w").close()
 for turn, asked in enumerate(rows.split("/")):
     while not os.path.exists(f"{go}.{turn}"):
@@ -53,7 +57,7 @@ class Bench:
     def __init__(self, folder: Path) -> None:
         self.folder, self.out = folder, folder / "out.json"
 
-    def run(self, first: str, second: str, *flags: str) -> dict[str, Any]:
+    def run(self, first: str, second: str, *flags: str, third: str = "") -> dict[str, Any]:
         (self.folder / "pairs.toml").write_text(
             f"""
             [pair]
@@ -61,6 +65,7 @@ class Bench:
             sides = [
               {{ engine = "holdfast", model = "{first}", kv_gib = 2 }},
               {{ engine = "vllm", model = "{second}", kv_gib = 1 }},
+              {third}
             ]
             """
         )
@@ -135,6 +140,18 @@ def test_it_ends_in_time_with_what_there_is(bench: Bench, monkeypatch: pytest.Mo
     assert pair["rows"]["prefill"]["values"] == {"holdfast": [1000], "vllm": [500, 1000]}
 
 
+def test_a_side_has_rows_settings_and_another_side_of_its_own(bench: Bench) -> None:
+    more = 'rows = ["prefill"], settings = { max_num_batched_tokens = 16384 }, against = "vllm"'
+    third = f'{{ engine = "holdfast", name = "longer steps", model = "good", kv_gib = 1, {more} }}'
+    pair = bench.run("good", "good", "--rounds", "1", third=third)
+    assert pair["rows"]["one_stream"]["ratios"] == {"holdfast": 2}
+    assert pair["rows"]["prefill"]["ratios"] == {"holdfast": 2, "longer steps": 2}
+    settings = {"kv_cache_memory_bytes": 2**30, "max_num_batched_tokens": 16384}
+    assert pair["sides"]["longer steps"]["settings"] == settings
+    asked = json.loads((bench.folder / "settings").read_text())
+    assert asked == settings
+
+
 def test_only_files_are_written_where_that_is_asked(bench: Bench) -> None:
     bench.out.write_text('{"commit": "abc", "date": "", "machine": "", "comparisons": {"pair": {}}}')
     bench.run("good+awq", "other", "--write-only")
@@ -143,7 +160,11 @@ def test_only_files_are_written_where_that_is_asked(bench: Bench) -> None:
 
 def test_every_comparison_names_rows_models_and_variants_that_there_are() -> None:
     names = list(tomllib.loads(gpu_turns.COMPARISONS.read_text()))
-    for side in gpu_turns.sides(gpu_turns.COMPARISONS, names):
+    sides = gpu_turns.sides(gpu_turns.COMPARISONS, names)
+    there = {(side.comparison, side.name) for side in sides}
+    assert len(there) == len(sides)
+    for side in sides:
+        assert not side.against or (side.comparison, side.against) in there
         model, _, variant = side.model.partition("+")
         assert model in gpu_worker.SHAPES
         assert variant in gpu_worker.WRITERS
@@ -163,7 +184,7 @@ def test_llama_programs_take_turns_on_rows_of_the_same_lengths(tmp_path: Path) -
     ):
         (tmp_path / program).write_text(f"#!/bin/sh\necho $0 $* >&2\ncat <<'END'\n{printed}\nEND\n")
         (tmp_path / program).chmod(0o755)
-    side, ours = gpu_turns.sides(gpu_turns.COMPARISONS, ["llama-8b-q4k"])[::-1]
+    side, ours = reversed(gpu_turns.sides(gpu_turns.COMPARISONS, ["llama-8b-q4k"]))
     around = gpu_turns.Surroundings(work=tmp_path, files=tmp_path, llama=tmp_path)
     programs = gpu_turns.LlamaPrograms(side, around)
     assert programs.ready()
