@@ -236,10 +236,10 @@ class Turns:
                     continue
                 try:
                     worker.turn(number, min(self._end, time.monotonic() + turn_s))
+                    print(f"{self._seconds():6.1f} s  turn {number + 1} of {worker.side.label}", flush=True)
                 except FailedError as error:
                     self._failed(worker, error)
                 self._keep(out)
-                print(f"{self._seconds():6.1f} s  turn {number + 1} of {worker.side.label}", flush=True)
         self._keep(out)
 
     def _wait_until_ready(self, until: float) -> None:
