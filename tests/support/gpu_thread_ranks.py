@@ -133,11 +133,11 @@ class GpuThreadRanks:
         return [one.result() for one in running]
 
     def submit(self, plan: StepPlan, masks: TokenMasks | None = None) -> Any:
-        def run(rank: int) -> StepResult | None:
+        def run(rank: int) -> Any:
             step = self.runners[rank].submit(plan, masks if rank == 0 else None)
-            return step.result() if rank == 0 else None
+            return _Done(step.result(), step.late) if rank == 0 else None
 
-        return _Done(self.together(run)[0])
+        return self.together(run)[0]
 
     @property
     def most_blocks(self) -> int:
@@ -150,10 +150,8 @@ class GpuThreadRanks:
 
 
 class _Done:
-    late = ()
-
-    def __init__(self, result: StepResult) -> None:
-        self._result = result
+    def __init__(self, result: StepResult, late: Sequence[int]) -> None:
+        self._result, self.late = result, late
 
     def result(self) -> StepResult:
         return self._result
