@@ -34,14 +34,14 @@ GEMMA = {"architecture": "Gemma3", "head_dim": 16, "sliding_window": 9,
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
 
-def ranked(tiny: Tiny, size: int) -> tuple[EngineCore, GpuThreadRanks]:
+def ranked(tiny: Tiny, size: int, blocks: int = BLOCKS) -> tuple[EngineCore, GpuThreadRanks]:
     limits = RunnerLimits(max_num_seqs=SLOTS, max_num_batched_tokens=STEP, max_model_len=96)
-    ranks = GpuThreadRanks(tiny, checkpoint_of(tiny), size, limits, BLOCKS)
+    ranks = GpuThreadRanks(tiny, checkpoint_of(tiny), size, limits, blocks)
     scheduler = Scheduler(
         SchedulerLimits(
             max_num_seqs=SLOTS, max_num_batched_tokens=STEP, max_model_len=96, policy="fcfs", max_steps_in_flight=2
         ),
-        KVCache(tiny.layout(), BLOCKS, True),
+        KVCache(tiny.layout(), blocks, True),
     )
     runner: Any = ranks
     return EngineCore(scheduler, runner, steps_ahead=1), ranks
@@ -132,6 +132,21 @@ def test_vectors_of_prompts_are_those_of_one_rank(tmp_path: Path) -> None:
     assert_same_vectors(here, there, tiny.spec.hidden_size)
     assert here["again-0"].cached_tokens == there["again-0"].cached_tokens == 20
     assert len({tuple(one.calls) for one in ranks.collectives}) == 1, "all ranks do the same in the same order"
+
+
+@pytest.mark.usefixtures("few_programs")
+def test_answers_survive_a_pool_that_is_too_small(tmp_path: Path) -> None:
+    """One of two sequences is preempted and computed again, on all ranks alike."""
+    tiny = Tiny(tmp_path, architecture="Llama")
+    prompts, params = [prompt(number, 12) for number in range(2)], GREEDY.replace(max_tokens=10)
+    core, ranks = ranked(tiny, 2, blocks=9)
+    try:
+        found = run(core, prompts, [params, params])
+    finally:
+        ranks.close()
+    assert core.stats().preemptions_total > 0
+    for one, outputs in zip(prompts, found, strict=True):
+        tiny.assert_greedy(one, tokens_of(outputs))
 
 
 @pytest.mark.usefixtures("few_programs")

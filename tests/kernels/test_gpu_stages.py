@@ -39,15 +39,15 @@ GEMMA = {"architecture": "Gemma3", "head_dim": 16, "sliding_window": 9, "num_hid
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
 
-def staged(tiny: Tiny, ends: list[int], each: int = 1) -> tuple[EngineCore, GpuThreadStages]:
+def staged(tiny: Tiny, ends: list[int], each: int = 1, blocks: int = BLOCKS) -> tuple[EngineCore, GpuThreadStages]:
     limits = RunnerLimits(max_num_seqs=SLOTS, max_num_batched_tokens=STEP, max_model_len=96)
-    ranks = GpuThreadStages(tiny, checkpoint_of(tiny), ends, each, limits, BLOCKS)
+    ranks = GpuThreadStages(tiny, checkpoint_of(tiny), ends, each, limits, blocks)
     scheduler = Scheduler(
         SchedulerLimits(
             max_num_seqs=SLOTS, max_num_batched_tokens=STEP, max_model_len=96, policy="fcfs",
             max_steps_in_flight=len(ends), apart=True,
         ),
-        KVCache(ranks.layout, BLOCKS, True),
+        KVCache(ranks.layout, blocks, True),
     )  # fmt: skip
     return EngineCore(scheduler, ranks.ranked, steps_ahead=len(ends) - 1), ranks
 
@@ -139,6 +139,21 @@ def test_vectors_of_prompts_are_those_of_one_rank(tmp_path: Path) -> None:
     assert_same_vectors(here, there, tiny.spec.hidden_size)
     assert here["again-0"].cached_tokens == there["again-0"].cached_tokens == 20
     assert not any(line.lying for line in ranks.lines.values())
+
+
+@pytest.mark.usefixtures("few_programs")
+def test_answers_survive_a_pool_that_is_too_small(tmp_path: Path) -> None:
+    """One of two sequences is preempted and computed again, on all ranks alike."""
+    tiny = Tiny(tmp_path, **LLAMA)
+    prompts, params = [prompt(number, 12) for number in range(2)], GREEDY.replace(max_tokens=10)
+    core, ranks = staged(tiny, [1, 2], blocks=9)
+    try:
+        found = run(core, prompts, [params, params])
+    finally:
+        ranks.close()
+    assert core.stats().preemptions_total > 0
+    for one, outputs in zip(prompts, found, strict=True):
+        tiny.assert_greedy(one, tokens_of(outputs))
 
 
 @pytest.mark.long
