@@ -12,32 +12,12 @@ import psutil
 import pytest
 import torch
 from ended_processes import still_running
+from left_on_gpu import LEFT_MIB, assert_nothing_is_left, on_the_gpu, used_mib
 from standing_still import StandingStill
 from story_streams import all_streams
 from struck_ranks import SAID, STRIKES, disturbed, ranks_of, restarted
 
-from holdfast.hardware.nvidia import probe
-
 SHARED = {"HOLDFAST_RANK_GPUS": "0,0"}
-LEFT_MIB = 64
-
-
-def used_mib() -> int:
-    free, total = torch.cuda.mem_get_info(0)
-    return (total - free) >> 20
-
-
-def on_the_gpu() -> set[int]:
-    """Processes that the driver lists there, by its own count: of a container perhaps none."""
-    return {one.pid for one in probe().gpus[0].processes}
-
-
-def assert_nothing_is_left(before_mib: int, before: set[int]) -> None:
-    until_s = time.monotonic() + 20
-    while (used_mib() > before_mib + LEFT_MIB or on_the_gpu() - before) and time.monotonic() < until_s:
-        time.sleep(0.2)
-    assert used_mib() <= before_mib + LEFT_MIB, f"{used_mib()} MiB are held, {before_mib} before"
-    assert on_the_gpu() <= before
 
 
 @pytest.mark.parametrize("size", ["-tp", "-pp"])

@@ -148,7 +148,6 @@ def test_windows_in_stages_have_pages_of_the_stage_with_most(monkeypatch: pytest
     [
         ({"disable_custom_all_reduce": True}, "disable_custom_all_reduce", "stages on GPUs hand on over CUDA IPC"),
         ({"tensor_parallel_size": 8}, "pipeline_parallel_size", "16 ranks on GPUs are more than the 8"),
-        ({"data_parallel_size": 2}, "data_parallel_size", "of one engine so far"),
         ({"kv_ram": 4 * GIB}, "kv_ram", "not kept in RAM by several ranks"),
     ],
 )
@@ -227,7 +226,6 @@ def test_gpus_are_those_that_are_named_in_their_order() -> None:
         ({"kv_ram": 4 * GIB}, "kv_ram"),
         ({"enable_lora": True}, "enable_lora"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
-        ({"data_parallel_size": 2}, "data_parallel_size"),
     ],
 )
 def test_what_ranks_on_gpus_cannot_do_yet_is_refused(settings: dict[str, Any], field: str) -> None:

@@ -138,6 +138,11 @@ class GpuRunner(MovableWeights, PageTiers):
         return self._logits.nbytes + self._sampler.nbytes + (0 if self._share is None else self._share.nbytes)
 
     @property
+    def beside_torch_bytes(self) -> int:
+        """On the GPU: pages, and weights in ranges of addresses."""
+        return self.mapped_bytes + (0 if self._kv is None else self._kv.nbytes)
+
+    @property
     def adapters_bytes(self) -> int:
         return 0 if self._adapters is None else self._adapters.nbytes
 

@@ -119,9 +119,6 @@ def _of_gpus(config: EngineConfig, spec: ModelSpec, stored: Mapping[str, StoredT
             "the columns of these weights have an order of their own (act-order), which ranks on GPUs do not gather yet"
         )
         yield "tensor_parallel_size", reason, f"--device cpu, or {ONE_RANK}"
-    if config.data_parallel_size > 1:
-        reason = "ranks on GPUs are of one engine so far"
-        yield "data_parallel_size", reason, f"leave --data-parallel-size out, or {ONE_RANK}"
     if config.enable_expert_parallel:
         reason = "whole experts are dealt out among ranks on a CPU alone so far"
         yield "enable_expert_parallel", reason, f"leave --enable-expert-parallel out, or {ONE_RANK}"

@@ -53,7 +53,8 @@ class OpenedGpu:
         if sharing == 1:  # Ranks of one GPU may have begun to fill it.
             free_bytes = next((gpu.free_bytes for gpu in probe().gpus if gpu.uuid == uuid), free_bytes)
         self.device = open_device(uuid)
-        self.memory = GpuMemory(self.device, uuid, free_bytes, not_ours, sharing)
+        beside = plan.terms["context"] if plan.engine.rank_gpus[rank].engines > 1 else None
+        self.memory = GpuMemory(self.device, uuid, free_bytes, not_ours, sharing, beside)
         self.context = self.memory.held()
         self.memory.watch_tensors()
         self._peers: PeerMemory | None = None
@@ -210,6 +211,7 @@ def load_gpu_rank(
         share=share,
         stage=joined.stage,
     )
+    opened.memory.beside_torch = lambda: runner.beside_torch_bytes + opened.exchange_bytes
     loaded = opened.memory.held()
     opened.memory.forget_loading()
     return GpuRank(opened, joined, runner, loaded, layout.page_bytes)
