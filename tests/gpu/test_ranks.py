@@ -16,12 +16,14 @@ import psutil
 import pytest
 import torch
 from gpu_exchange import ExchangeProcesses
+from lora_adapters import LAYER_MODULES, write_adapter
 from quantized_files import Format, awq, write_quantized
 from tiny_gpu import Tiny, prompt
 
 from holdfast import LLM, SamplingParams
 from holdfast.errors import HoldfastError
 from holdfast.execution.parallel.gpu.exchange import ExchangeCollectives
+from holdfast.lora.request import LoRARequest
 from holdfast.records import StructuredOutputsParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -119,8 +121,8 @@ def test_nccl_of_one_rank_in_a_graph(tmp_path: Path) -> None:
 def engine(model: Any, ranks: int, **settings: Any) -> LLM:
     given = {"device": "cuda", "dtype": "float32", "max_model_len": 400, "max_num_seqs": 4,
              "max_num_batched_tokens": 64, "kv_cache_memory_bytes": "32MiB", "vram": "8GiB",
-             "skip_tokenizer_init": True}  # fmt: skip
-    return LLM(str(model), tensor_parallel_size=ranks, **given | settings)
+             "skip_tokenizer_init": True, "tensor_parallel_size": ranks}  # fmt: skip
+    return LLM(str(model), **given | settings)
 
 
 def said(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
@@ -306,6 +308,37 @@ def test_answers_survive_a_pool_that_is_too_small(size: str, tmp_path: Path, mon
     print(f"{preempted} preemptions")
     assert preempted > 0
     assert found == of_one
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_adapters_are_those_of_one_rank(size: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three through two places, beside answers without one, in chunks and in graphs; each rank reads its part."""
+    tiny = Tiny(tmp_path / "model", **WIDE, **MODELS["llama"])
+    for seed, modules in enumerate((LAYER_MODULES, LAYER_MODULES, ("mlp.down_proj", "self_attn.o_proj"))):
+        write_adapter(tmp_path / f"adapter-{seed}", tiny.folder, seed=seed, rank=3 + 5 * seed, modules=modules)
+    asked = [None, *(LoRARequest(f"adapter-{seed}", 1 + seed, str(tmp_path / f"adapter-{seed}")) for seed in range(3))]
+    lora = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 16, "max_cpu_loras": 4}
+
+    def answers(**sizes: int) -> list[list[int]]:
+        with engine(tiny.folder, 1, **lora, **sizes) as llm:
+            turns = [
+                llm.generate(
+                    prompt_token_ids=[PROMPTS[1], PROMPTS[0]] * 2, sampling_params=GREEDY, use_tqdm=False,
+                    lora_request=list(asked),
+                )
+                for _ in range(2)
+            ]  # fmt: skip
+            rows = [(row.planned_bytes, row.measured_bytes) for row in llm.info.memory.terms if row.term == "adapters"]
+        print(rows)
+        assert [[list(one.outputs[0].token_ids) for one in turn] for turn in turns[1:]] == [
+            [list(one.outputs[0].token_ids) for one in turns[0]]
+        ], "and once all are there"
+        return [list(one.outputs[0].token_ids) for one in turns[0]]
+
+    of_one = answers()
+    monkeypatch.setenv("HOLDFAST_RANK_GPUS", "0,0")
+    assert answers(**SIZES[size]) == of_one
+    assert of_one[0] != of_one[2], "of one prompt, without an adapter and with one"
 
 
 def test_sums_in_two_passes_in_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

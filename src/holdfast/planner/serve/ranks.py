@@ -96,9 +96,6 @@ def _of_settings(config: EngineConfig) -> Iterator[_Reason]:
 
 
 def _of_gpus(config: EngineConfig, spec: ModelSpec, stored: Mapping[str, StoredTensor] | None) -> Iterator[_Reason]:
-    if config.enable_lora:
-        reason = "LoRA adapters are not divided among ranks on GPUs yet"
-        yield "enable_lora", reason, f"leave --enable-lora out, or {ONE_RANK}"
     if config.pipeline_parallel_size > 1:
         yield from _of_gpu_stages(config)
     divided = config.tensor_parallel_size > 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from holdfast.config import EngineConfig
 from holdfast.engine.ranks import messages
-from holdfast.engine.ranks.following import Follower
+from holdfast.engine.ranks.following import AskedPlaces, Follower
 from holdfast.engine.ranks.gpu.rank import START_LIMIT_S, OpenedGpu, load_gpu_rank, profile_gpu_rank
 from holdfast.engine.startup.build import find_model
 from holdfast.errors import EngineDiedError
@@ -17,7 +17,7 @@ class GpuFollower(Follower):
     def _load(self, start: messages.StartRank) -> None:
         config = EngineConfig(**start.config)  # type: ignore[arg-type]
         self._plan = start.plan
-        self._ready = False
+        self._ready, self._asked = False, AskedPlaces()
         opened = OpenedGpu(config, start.plan, start.rank)
         self._say(messages.RankOpened(opened.handle, opened.against))
         told = messages.decode_join(self._answers.recv_bytes())
@@ -33,7 +33,9 @@ class GpuFollower(Follower):
 
     def _execute(self, plan: StepPlan) -> None:
         self._member.runner.check()
-        self._member.runner.submit(plan)
+        self._asked.note(plan)
+        for arrival in self._member.runner.submit(plan).adapters:
+            self._say(messages.AdapterSettled(self._asked.pop(arrival.place), arrival))
 
     def _note_sampled(self, sampled: messages.Sampled) -> None:
         """Ranks of the first stage alone look embeddings up."""
