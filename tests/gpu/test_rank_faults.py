@@ -17,6 +17,8 @@ from standing_still import StandingStill
 from story_streams import all_streams
 from struck_ranks import SAID, STRIKES, disturbed, ranks_of, restarted
 
+from holdfast.engine.process.fault_injection import RANK_NO_MEMORY
+
 SHARED = {"HOLDFAST_RANK_GPUS": "0,0"}
 
 
@@ -27,11 +29,11 @@ async def test_streams_outlive_every_rank(
     """Killed: the other, and the first. Stopped: the other, which the kernels of the first wait for in vain."""
     torch.zeros(1, device="cuda")
     before_mib, before = used_mib(), on_the_gpu() | {os.getpid()}
-    standing_still = StandingStill(tmp_path)
+    standing_still, lacking = StandingStill(tmp_path), tmp_path / "lacking"
     server = start_server(
         *tiny_arguments, size, "2", "--device", "cuda", "--max-model-len", "400", "--max-num-seqs", "32",
         "--max-num-batched-tokens", "256", "--vram", "8GiB", "--engine-hang-timeout", "20",
-        environment=SHARED | standing_still.environment,
+        environment=SHARED | standing_still.environment | {RANK_NO_MEMORY: str(lacking)},
     )  # fmt: skip
     try:
         server.wait_ready(180.0)
@@ -47,6 +49,9 @@ async def test_streams_outlive_every_rank(
             gone += ranks
             assert not still_running(gone)
             assert used_mib() <= serving_mib + LEFT_MIB, "the new ranks have what the old ones had"
+        lacking.touch()
+        assert await all_streams(server.url) == undisturbed, "a rank without memory"
+        assert "rank 1: out of GPU memory in a step" in server.log
         first, other = ranks_of(server.engine_pid)
         other.kill()  # While nobody asks.
         assert not still_running([first, other])

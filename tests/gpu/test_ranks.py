@@ -295,10 +295,10 @@ def test_forms_and_vectors_are_those_of_one_rank(size: str, tmp_path: Path, monk
 
 @pytest.mark.parametrize("size", SIZES)
 def test_answers_survive_a_pool_that_is_too_small(size: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sequences are preempted, and computed again, on all ranks alike: a pool for 511 tokens, and 840 of them."""
+    """Sequences are preempted, and computed again, on all ranks alike: a pool for 496 tokens, and 720 of them."""
     Tiny(tmp_path, **WIDE, **MODELS["llama"])
-    prompts = [prompt(number, 150) for number in range(4)]
-    long = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    prompts = [prompt(number, 20) for number in range(4)]
+    long = SamplingParams(temperature=0.0, max_tokens=160, ignore_eos=True)
     with engine(tmp_path, 1) as llm:
         of_one = said(llm, prompts, long)
         assert llm.get_stats().preemptions_total == 0

@@ -3,6 +3,7 @@ is killed. Kernels run in Triton's interpreter; what CUDA IPC itself does needs 
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
@@ -25,11 +26,14 @@ from holdfast.checkpoints import match, open_checkpoint
 from holdfast.config import EngineConfig
 from holdfast.config.unsupported import RANK_GPUS
 from holdfast.engine.core.loop import EngineCore
+from holdfast.engine.process.fault_injection import RANK_NO_MEMORY
+from holdfast.engine.ranks.following import AskedPlaces
+from holdfast.engine.ranks.gpu.follower import NO_MEMORY, GpuFollower
 from holdfast.engine.ranks.gpu.runner import RankedGpuRunner
 from holdfast.engine.requests.adapters import Adapters
 from holdfast.engine.startup.build import _build_on_gpu, find_model
 from holdfast.engine.startup.engine_info import EngineInfo
-from holdfast.errors import EngineDiedError
+from holdfast.errors import EngineDiedError, EngineError
 from holdfast.execution.parallel.gpu.link import GpuRankLink
 from holdfast.hardware.nvidia import NvidiaGpu
 from holdfast.planner.serve.gpu_plan import make_gpu_plan
@@ -179,3 +183,55 @@ def test_a_rank_that_ended_before_ranks_were_joined_is_not_awaited() -> None:
     assert told == ["give up"]
     usual.give_up()
     assert told == ["give up"] * 2
+
+
+def follower_with(runner: Any) -> Any:
+    follower: Any = object.__new__(GpuFollower)
+    follower._member, follower._asked = SimpleNamespace(runner=runner), AskedPlaces()
+    return follower
+
+
+def test_a_rank_without_memory_says_so_by_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever else fails stays what it is. On purpose: once."""
+
+    def runner(error: Exception | None) -> Any:
+        def submit(plan: Any) -> Any:
+            if error is not None:
+                raise error
+            return SimpleNamespace(adapters=[])
+
+        return SimpleNamespace(check=lambda: None, submit=submit)
+
+    plan: Any = SimpleNamespace(fetches=[])
+    for shortage in (
+        torch.OutOfMemoryError("CUDA out of memory. Tried"),
+        RuntimeError("CUDA error: out of memory\nat"),
+    ):
+        with pytest.raises(EngineError, match="out of GPU memory in a step") as caught:
+            follower_with(runner(shortage))._execute(plan)
+        assert (caught.value.code, caught.value.found) == (NO_MEMORY, str(shortage).splitlines()[0])
+    with pytest.raises(RuntimeError, match="an illegal address"):
+        follower_with(runner(RuntimeError("an illegal address")))._execute(plan)
+    lacking = tmp_path / "lacking"
+    monkeypatch.setenv(RANK_NO_MEMORY, str(lacking))
+    follower_with(runner(None))._execute(plan)
+    lacking.touch()
+    with pytest.raises(EngineError, match="on purpose") as caught:
+        follower_with(runner(None))._execute(plan)
+    assert caught.value.code == NO_MEMORY
+    follower_with(runner(None))._execute(plan)
+
+
+@pytest.mark.long
+def test_a_rank_without_memory_ends_all_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the words of the rank, with its number: not as a death, or as one that does not come."""
+    lacking, steps = tmp_path / "lacking", itertools.count(1)
+    monkeypatch.setenv(RANK_NO_MEMORY, str(lacking))
+    with started(tmp_path, staged=False) as (_, core, _):
+        assert isinstance(core.runner, RankedGpuRunner)
+        [other] = core.runner.pids
+        params = [SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)]
+        with pytest.raises(EngineError, match="rank 1: out of GPU memory in a step") as caught:
+            run(core, [prompt(1, 5)], params, between=lambda: lacking.touch() if next(steps) == 3 else None)
+        assert caught.value.code == NO_MEMORY
+    assert not psutil.pid_exists(other)
