@@ -141,6 +141,7 @@ def test_vectors_of_prompts_are_those_of_one_rank(tmp_path: Path) -> None:
     assert not any(line.lying for line in ranks.lines.values())
 
 
+@pytest.mark.long  # Quick is that of ranks.
 @pytest.mark.usefixtures("few_programs")
 def test_answers_survive_a_pool_that_is_too_small(tmp_path: Path) -> None:
     """One of two sequences is preempted and computed again, on all ranks alike."""
