@@ -196,22 +196,6 @@ class SleepingKV(msgspec.Struct, frozen=True, kw_only=True):
     held_bytes: int
 
 
-class PoolChange(msgspec.Struct, frozen=True, kw_only=True):
-    """The KV pool has become smaller or larger by itself, within the same budget."""
-
-    blocks: int
-    """Pages, the null page included."""
-    kv_bytes: int
-    """Memory behind them."""
-    reason: str
-    lowered: bool
-    """It has less than it would have had."""
-    budget_bytes: int | None = None
-    """Where that has grown with it."""
-    stood_still_s: float = 0.0
-    """How long no step ran for it."""
-
-
 class VramGrant(msgspec.Struct, frozen=True, kw_only=True):
     """What it keeps to from now on."""
 
@@ -225,3 +209,22 @@ class VramGrant(msgspec.Struct, frozen=True, kw_only=True):
     """None: all stay, or none can come and go."""
     experts: ExpertsGrant | None = None
     """None: likewise."""
+
+
+class PoolChange(msgspec.Struct, frozen=True, kw_only=True):
+    """The KV pool has become smaller or larger by itself, within the same budget or, with layers or experts, within
+    another."""
+
+    blocks: int
+    """Pages, the null page included."""
+    kv_bytes: int
+    """Memory behind them."""
+    reason: str
+    lowered: bool
+    """It has less than it would have had."""
+    budget_bytes: int | None = None
+    """Where that has changed with it."""
+    stood_still_s: float = 0.0
+    """How long no step ran for it."""
+    granted: VramGrant | None = None
+    """Of layers or experts as well; None: only the pool has changed."""

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import msgspec
 
-from holdfast.engine.core.breathing import Breathing
+from holdfast.engine.core.breathing import Breathing, Ways
 from holdfast.engine.core.kv_balance import KVBalance
 from holdfast.engine.core.no_structured_output import NoStructuredOutput, StructuredOutputs
 from holdfast.engine.core.pool_resizes import Laps, PoolResizes
@@ -308,13 +308,14 @@ class EngineCore:
             self._run_without_rows(waiting)
 
     def breathe(self) -> None:
-        """The KV pool gives memory up that nobody asks for or that others need, or takes it again. Before a step, and
-        while there is nothing to do; of whatever stops it: as of a step."""
+        """The KV pool, and layers or experts beside it, give memory up that nobody asks for or that others need, or
+        take it again. Before a step, and while there is nothing to do; of whatever stops it: as of a step."""
         if self.breathing is None or self._resizes.preparing:
             return
         self._resizes.begin_change()
         idle = not (self.scheduler.has_unfinished or self.structured_output.compiling or self._undelivered)
-        found = self.breathing.look(self.scheduler, time.monotonic(), idle=idle, resize_kv=self._try_resize)
+        ways = Ways(self._try_resize, self._try_budget)
+        found = self.breathing.look(self.scheduler, time.monotonic(), idle=idle, ways=ways)
         if found is not None:
             self._breathed = msgspec.structs.replace(found, stood_still_s=self._resizes.stood_still_s)
 
@@ -325,6 +326,17 @@ class EngineCore:
         try:
             self.resize_kv(blocks)
         except (DoesNotFitError, EngineError) as error:
+            if self.scheduler is not scheduler:
+                raise
+            return error
+        return None
+
+    def _try_budget(self, asked: VramBudget) -> HoldfastError | None:
+        """Likewise."""
+        scheduler = self.scheduler
+        try:
+            self._change_vram(asked)
+        except DoesNotFitError as error:
             if self.scheduler is not scheduler:
                 raise
             return error
@@ -364,12 +376,16 @@ class EngineCore:
         """Raises DoesNotFitError, and changes nothing, where so much is not there."""
         self._resizes.end_preparing(self.scheduler)
         self._resizes.begin_change()
+        granted = self._change_vram(asked)
+        if self.breathing is not None:
+            self.breathing.resized(self.scheduler)
+        return granted
+
+    def _change_vram(self, asked: VramBudget) -> VramGrant:
         began_s, resizing_s = time.monotonic(), self._resizes.resizing_s
         granted = self._gpu.change(asked, self.scheduler.least_blocks, self.resize_kv)
         # Beside resizes of the pool, what layers or experts took that came or left.
         self._resizes.note(time.monotonic() - began_s - (self._resizes.resizing_s - resizing_s))
-        if self.breathing is not None:
-            self.breathing.resized(self.scheduler)
         return granted
 
     @property

@@ -412,9 +412,8 @@ def _build_on_gpus(
 
 
 def _balances(config: EngineConfig, plan: Plan) -> bool:
-    """Whether KV and layers may change places by themselves: neither was set by hand, and no neighbour has a say."""
-    by_hand = config.kv_cache_memory_bytes is not None or plan.question.settings.offload.by_hand
-    return not by_hand and not config.yield_to_neighbours
+    """Whether KV and layers may change places by themselves: neither was set by hand."""
+    return config.kv_cache_memory_bytes is None and not plan.question.settings.offload.by_hand
 
 
 def _still_fits(config: EngineConfig, plan: Plan) -> Plan:
