@@ -47,6 +47,7 @@ class Beside:
 
     def __init__(self, core: EngineCore, neighbour: Any, ram_bytes: int) -> None:
         self._core, self._neighbour, self.changes = core, neighbour, 0
+        core._kv_balance = None  # Layers would leave for KV as well.
         vram: Any = core._vram
         self.sampled = SampledMemory(core, vram.budget_bytes, ram_bytes)
         self._know(vram.reserved_bytes)

@@ -17,15 +17,15 @@ class MemoryTerm(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LinkUse(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one direction of the link between RAM and a GPU, over which weights and KV pages come, and KV pages go; all of
-    it only grows."""
+    """Of one direction of the link between RAM and a GPU, over which weights and KV pages come, and KV pages go, or of
+    the disk that weights are read from (nvme-ram); all of it only grows."""
 
     link: str = "ram-vram"
     copied_bytes: int = 0
     busy_s: float = 0.0
-    """That copies took."""
+    """That copies, or reads, took."""
     stalled_s: float = 0.0
-    """That the GPU waited for them."""
+    """That the GPU waited for them; of a disk, that a step did."""
     over_s: float = 0.0
     """The time in which all this was."""
     possible_bytes_per_s: float = 0.0

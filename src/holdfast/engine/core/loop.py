@@ -85,7 +85,7 @@ class Vram(Protocol):
 class EngineCore:
     """`steps_ahead`: how many steps may be planned before the oldest is applied (0: none, 1: overlap; of a pipeline one
     less than it has stages).
-    `vram`: of the GPU that the model is computed on. `link_use`: of what moves between it and RAM.
+    `vram`: of the GPU that the model is computed on. `link_use`: of what moves between it, RAM and a disk.
     `expert_use`: of experts that do not all stay on it. `structured_output`: makes answers follow a grammar.
     `kv_balance`: lets layers leave the GPU for KV that is wanted. `breathing`: gives memory of the KV pool up while
     nobody needs it, or others do. `store_use`: of the store of KV pages on disk. `check_ranks`: raises where one
@@ -404,9 +404,9 @@ class EngineCore:
             use, tiers = self._store_use(), self.scheduler.kv.tiers
             dropped = use.dropped_writes_total + (0 if tiers is None else tiers.dropped_writes)
             stats = msgspec.structs.replace(stats, kv_store=msgspec.structs.replace(use, dropped_writes_total=dropped))
-        if self._vram is None:
-            return stats
         links = [] if self._link_use is None else self._link_use()
+        if self._vram is None:
+            return msgspec.structs.replace(stats, links=links) if links else stats
         experts = None if self._expert_use is None else self._expert_use()
         return msgspec.structs.replace(stats, device_bytes=self._vram.own_bytes(), links=links, experts=experts)
 

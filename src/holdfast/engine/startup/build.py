@@ -350,7 +350,14 @@ def build_core(
         stored=None if opened is None else opened.store,
     )
     store_use = None if opened is None else opened.use
-    core = EngineCore(scheduler, core_runner, steps_ahead=ahead, store_use=store_use, check_ranks=ranks.check)
+    core = EngineCore(
+        scheduler,
+        core_runner,
+        steps_ahead=ahead,
+        link_use=None if plan.engine.streamed is None else runner.link_use,
+        store_use=store_use,
+        check_ranks=ranks.check,
+    )
     return core, engine_info(config, model.files, model.spec, plan, runner, report, profile_run_s)
 
 

@@ -29,7 +29,7 @@ import torch
 
 from holdfast.errors import EngineError
 from holdfast.execution.memory import Arena
-from holdfast.execution.streaming.copies import Copies
+from holdfast.execution.streaming.copies import Copies, back_rate
 from holdfast.execution.streaming.expert_exchange import FetchedPieces, LayerExchange, bytes_of
 from holdfast.execution.streaming.expert_host import ExpertHost
 from holdfast.execution.streaming.expert_uses import ExpertUses, Swap
@@ -111,7 +111,7 @@ class DeviceExperts:
         self._counted = ExpertUses(self.places.cpu().clone())
         self._over_link = 0
         """Pairs that were computed with what came over the link, as told last."""
-        self._paused, self._possible = False, 0.0
+        self._paused, self._possible, self.possible_back = False, 0.0, 0.0
         self.slots: torch.Tensor | None = None  # Of the rows of the step that is being launched, which is then padded.
 
     @property
@@ -453,13 +453,13 @@ class DeviceExperts:
 
     def decisions(self) -> list[Decision]:
         """How fast experts come, measured as steps with many tokens bring them, and what follows of it."""
-        layers = self._layers[:MEASURED_LAYERS]
+        layers, size = self._layers[:MEASURED_LAYERS], sum(self._sizes)
         self._bring(layers[:1])  # What is only done once is done.
         began_s = time.monotonic()
         self._bring(layers)
-        took_s = max(time.monotonic() - began_s, 1e-6)
-        self._possible = sum(self._size(layer) for layer in layers) / took_s
-        size = sum(self._sizes)
+        self._possible = sum(self._size(layer) for layer in layers) / max(time.monotonic() - began_s, 1e-6)
+        last = layers[-1]  # It goes back to where it waits, as it is there already.
+        self.possible_back = back_rate(self._copies, self._slot(last).tensor[: self._size(last)], self._piece(last))
         step = (
             f"a step of more than {self.few_tokens} tokens copies {format_bytes(size)} of experts from RAM and takes at"
             f" least {size / self._possible:.2f} s"
