@@ -34,7 +34,7 @@ from holdfast.execution.streaming.expert_exchange import FetchedPieces, LayerExc
 from holdfast.execution.streaming.expert_host import ExpertHost
 from holdfast.execution.streaming.expert_uses import ExpertUses, Swap
 from holdfast.execution.streaming.pinned_memory import PinnedMemory, as_device_memory
-from holdfast.footprint.expert_places import ExpertPlaces
+from holdfast.footprint.expert_places import LINK_SHARE, ExpertPlaces
 from holdfast.footprint.streamed import with_gaps
 from holdfast.observability.decisions import Decision
 from holdfast.records import ExpertUse, LinkUse
@@ -45,8 +45,6 @@ log = logging.getLogger("holdfast")
 FEW_TOKENS = 16
 """Of a step for which only the experts come that it chose. With more, most of those that wait are chosen by some token:
 16 that choose 8 of 128 alike take 64% of them, 32 take 87%."""
-LINK_SHARE = 0.8
-"""Of the link's share by its speed, beside the host's, what it gets of the experts that a step chose and that wait."""
 SWAPS_A_STEP = 2
 """Experts that change places before a step, at most: a tenth of a millisecond each on PCIe 5."""
 MEASURED_LAYERS = 8
