@@ -4,20 +4,15 @@ token of a text is given, and its log-probability compared, so that no choice of
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
+from named_model import named_models, why_not
 
 from holdfast import LLM, SamplingParams
-from holdfast.checkpoints import locate
-from holdfast.errors import ModelAccessError
 from holdfast.execution.streaming import host_mlps
 from holdfast.units import GIB
 
-MODEL_VARIABLE = "HOLDFAST_TEST_MODEL"
-"""A file or folder of one, where there is no network: else a built-in one is taken that is on this machine."""
-BUILT_IN = "qwen2.5-coder-0.5b", "smollm2"
 PROMPTS = "The history of the bicycle begins", "def merge_sort(values):", "Three ways to cook an egg:"
 TOKENS = 200
 """Of each text, which the model that stays has written itself."""
@@ -26,18 +21,6 @@ FEW = 8
 MEAN, MOST = 0.002, 0.03
 """Of |difference| of log-probabilities, in nats, in float32: sums are in another order, weights the same.
 Compiled products beside expanded weights, on a CPU with SmolLM2, were 0.00012 and 0.0012 apart."""
-
-
-def model() -> str:
-    if named := os.environ.get(MODEL_VARIABLE):
-        return named
-    for name in BUILT_IN:
-        try:
-            locate(name)
-            return name
-        except ModelAccessError:
-            pass
-    pytest.skip(f"{MODEL_VARIABLE} names no model, and none of {BUILT_IN} is here")
 
 
 def forced(llm: LLM, texts: list[list[int]]) -> list[list[float]]:
@@ -51,11 +34,14 @@ def forced(llm: LLM, texts: list[list[int]]) -> list[list[float]]:
     return scores
 
 
-def test_log_probabilities_are_those_of_a_model_that_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", named_models())
+def test_log_probabilities_are_those_of_a_model_that_stays(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if (problem := why_not(name)) is not None:
+        pytest.skip(problem)
     # Of so small a model nothing would be gained: the link brings it in a hundredth of a second.
     monkeypatch.setattr(host_mlps, "WORTH", 0.0)
     settings: dict[str, Any] = {
-        "model": model(), "device": "cuda", "dtype": "float32", "max_model_len": 1024, "max_num_seqs": FEW,
+        "model": name, "device": "cuda", "dtype": "float32", "max_model_len": 1024, "max_num_seqs": FEW,
         "max_num_batched_tokens": FEW, "enable_prefix_caching": False, "vram": 8 * GIB,
     }  # fmt: skip
     greedy = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
