@@ -159,9 +159,7 @@ def test_a_disk_that_becomes_full_ends_no_search(tmp_path: Path, caplog: pytest.
     kept = TrialRecord(path, ASKED).kept(lambda configuration, **_: measured[configuration])
 
     def keep(trial: Trial) -> None:
-        assert (
-            kept(trial.configuration, speed=trial.speed, stage=trial.stage) == trial
-        )
+        assert kept(trial.configuration, speed=trial.speed, stage=trial.stage) == trial
 
     keep(made[0])
     with no_file_above(path.stat().st_size + 10):
