@@ -139,13 +139,13 @@ def test_a_model_that_is_too_large_for_one_gpu_is_divided() -> None:
     assert size(outcome.kept, "tensor_parallel_size") >= 2
 
 
-def test_gpus_of_ours_have_an_engine_each_or_a_rank_each() -> None:
-    """Not both: a start would refuse it."""
+def test_gpus_of_ours_are_divided_among_engines_and_ranks() -> None:
     machine = Machine("llama-3.1-8b", gpu="h100-80x4")
     assert {machine.values[f"{name}_parallel_size"] for name in ("data", "tensor", "pipeline")} == {(None, 2, 4)}
     found = machine.left().configurations
     assert any(size(one, "tensor_parallel_size") == 4 for one in found)
-    assert all(1 in (size(one, "tensor_parallel_size"), size(one, "data_parallel_size")) for one in found)
+    assert any(size(one, "tensor_parallel_size") == size(one, "data_parallel_size") == 2 for one in found)
+    assert all(size(one, "tensor_parallel_size") * size(one, "data_parallel_size") <= 4 for one in found)
     burst = [Arrival(0.0, 100, 200)] * 1000
     one, four = (
         most_goodput(machine.planner.plan(chosen), burst, 1.0)
