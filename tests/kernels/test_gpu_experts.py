@@ -128,16 +128,21 @@ def test_experts_of_quantized_files_say_what_they_say_on_a_cpu(kind: str, device
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("tokens", [8, 9000])
-def test_buffers_are_those_that_are_planned(model: str, tokens: int, tmp_path: Path) -> None:
-    """To the byte, however experts are kept."""
+@pytest.mark.parametrize("here", [(), ((0, 1), (2, 3))], ids=["all", "some"])
+def test_buffers_are_those_that_are_planned(
+    model: str, tokens: int, here: tuple[tuple[int, int], ...], tmp_path: Path
+) -> None:
+    """To the byte, however experts are kept, and of a rank that has some of them too."""
     tiny = Tiny(tmp_path, **MODELS[model])
     experts = tiny.weights(CPU).layers[-1].mlp
     assert isinstance(experts, ExpertWeights)
-    scratch = Scratch(torch.float32, CPU)
-    made = ExpertGpuMaker(tiny.spec.hidden_size, "silu", torch.empty(tokens, 0), scratch).make(experts)
-    buffers = made._buffers
-    kept = [*buffers.lines, buffers.logits, buffers.inner, buffers.rows, buffers.shared]
-    assert sum(tensor.nbytes for tensor in kept) == expert_sizes.gpu_bytes(tiny.spec, tokens, 4)
+    scratch, own = Scratch(torch.float32, CPU), replace(experts.spec, here=here)
+    maker = ExpertGpuMaker(tiny.spec.hidden_size, "silu", torch.empty(tokens, 0), scratch)
+    buffers = maker.make(replace(experts, spec=own))._buffers
+    lines = [tensor for tensor in buffers.lines if tensor is not None]
+    kept = [*lines, buffers.logits, buffers.inner, buffers.rows, buffers.shared]
+    spec = replace(tiny.spec, layers=tuple(replace(layer, experts=own) for layer in tiny.spec.layers))
+    assert sum(tensor.nbytes for tensor in kept) == expert_sizes.gpu_bytes(spec, tokens, 4)
 
 
 LAYOUTS = {
