@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import fake_rank_gpus
 import gpu_thread_ranks
 import pytest
 import torch
@@ -16,16 +17,21 @@ from gpu_thread_ranks import CPU, GpuThreadRanks, checkpoint_of
 from quantized_files import Format, compressed, fp8, pack_quantized, write_mxfp4, write_quantized
 from tiny_gpu import Tiny, prompt, run, tokens_of
 
-from holdfast.checkpoints import match
+from holdfast.checkpoints import match, open_checkpoint
+from holdfast.config import EngineConfig
+from holdfast.config.unsupported import RANK_GPUS
 from holdfast.engine.core.loop import EngineCore
+from holdfast.engine.startup.build import _build_on_gpu, find_model
 from holdfast.execution.batch import RunnerLimits
 from holdfast.execution.layers.experts import ExpertWeights, QuantizedStack
 from holdfast.execution.weights.decoder_weights import Weights
 from holdfast.execution.weights.load import load_weights
 from holdfast.footprint import experts as expert_sizes
 from holdfast.footprint.identity_key import Same
+from holdfast.hardware.nvidia import NvidiaGpu
 from holdfast.kvcache import KVCache
 from holdfast.models import from_config
+from holdfast.planner.serve.gpu_plan import make_gpu_plan
 from holdfast.planner.sizing.engine_weights import EngineWeights
 from holdfast.planner.sizing.rank_shares import gpu_rank_shares
 from holdfast.planner.sizing.shards import Placement
@@ -152,3 +158,33 @@ def test_how_tokens_are_spread_changes_no_memory(tmp_path: Path) -> None:
     own = replace(spec, layers=tuple(replace(one, experts=replace(one.experts, here=((0, 2),))) for one in spec.layers))
     whole, some = (expert_sizes.gpu_bytes(one, 16, 4) for one in (spec, own))
     assert whole - some == 3 * (16 + 1) * 4 - 5 * 4
+
+
+@pytest.mark.long
+def test_processes_start_with_whole_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the engine starts them: rows of memory say what each has, and what was planned is there."""
+    (tmp_path / "model").mkdir()
+    tiny = Tiny(tmp_path / "model", **QWEN3)
+    monkeypatch.setenv(RANK_GPUS, "0,0")
+    fake_rank_gpus.install(monkeypatch)
+    fake_rank_gpus.start_ranks_here(monkeypatch, tmp_path)
+    config = EngineConfig(
+        model=str(tiny.folder), device="cuda", dtype="float32", max_model_len=96, max_num_seqs=4,
+        max_num_batched_tokens=16, kv_cache_memory_bytes=1 << 20, skip_tokenizer_init=True, tensor_parallel_size=2,
+        enable_expert_parallel=True, expert_placement_strategy="round_robin",
+    )  # fmt: skip
+    model = find_model(config, progress=False, text=False)
+    gpu = NvidiaGpu(
+        index=0, uuid="GPU-0", name="fake", total_bytes=fake_rank_gpus.TOTAL_BYTES,
+        free_bytes=fake_rank_gpus.FREE_BYTES, capability=(9, 0),
+    )  # fmt: skip
+    plan = make_gpu_plan(model.spec, match(model.spec, open_checkpoint(model.files)), config, [gpu], name="tiny")
+    core, info = _build_on_gpu(config, model, lambda *_: None, plan, None, None)
+    rows = info.memory.ranks
+    assert [row.experts for row in rows] == [3, 2]
+    assert [row.weights_bytes for row in rows] == [row.planned_weights_bytes for row in rows]
+    [said] = [line for line in info.decisions if line.startswith("enable_expert_parallel")]
+    assert "3, 2 (set): round_robin: ranks have 3, 2 whole experts of each layer" in said
+    [tokens] = answers(core, [prompt(1, 18)])
+    tiny.assert_greedy(prompt(1, 18), tokens)
+    core.runner.close()

@@ -212,6 +212,7 @@ def test_ranks_on_gpus_have_whole_experts(monkeypatch: pytest.MonkeyPatch) -> No
     assert dealt.engine.rank_weights[1] - dealt.engine.rank_weights[2] == pytest.approx(0, abs=expert // 4)
     assert dealt.engine.rank_weights[0] - dealt.engine.rank_weights[1] >= expert
     assert dealt.terms["weights"] == dealt.engine.rank_weights[0]
+    assert dealt.limits.max_model_len == divided.limits.max_model_len == 2048
     tokens = dealt.limits.max_num_batched_tokens
     wider = 4 * tokens * 4 * (256 - 96)  # Inner numbers of all pairs in float32: of whole experts, not of 96 columns.
     fewer = (10 - 4) * (tokens + 1) * 4 - 10 * 4  # Lines, and which experts are here.
