@@ -4,6 +4,7 @@ One rank runs at a time; others run while it waits for them. Rank 0 is the threa
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
@@ -18,8 +19,11 @@ from gpu_thread_ranks import CPU, DEADLINE_S, TurnCollectives
 from tiny_gpu import BLOCK_TOKENS, Tiny
 
 from holdfast.checkpoints import match
+from holdfast.engine.ranks.following import AskedPlaces
+from holdfast.engine.ranks.messages import AdapterSettled
 from holdfast.engine.ranks.runner import RankedRunner
 from holdfast.execution.batch import RunnerLimits
+from holdfast.execution.lora.slots import LoraLimits
 from holdfast.execution.parallel.gpu.share import GpuRankShare
 from holdfast.execution.parallel.gpu.stage import GpuStage, rank_before, rank_behind
 from holdfast.execution.parallel.gpu.staged_runner import StagedGpuRunner
@@ -87,7 +91,14 @@ class GpuThreadStages:
     """`each` ranks in every stage; `ends`: the layers that stages end before."""
 
     def __init__(
-        self, tiny: Tiny, checkpoint: Any, ends: list[int], each: int, limits: RunnerLimits, blocks: int
+        self,
+        tiny: Tiny,
+        checkpoint: Any,
+        ends: list[int],
+        each: int,
+        limits: RunnerLimits,
+        blocks: int,
+        lora: LoraLimits | None = None,
     ) -> None:
         spec, count = tiny.spec, len(ends)
         firsts = [0, *ends[:-1]]
@@ -123,10 +134,13 @@ class GpuThreadStages:
             )
             layout = self.layout.of_layers(stage.first, stage.last, own.kv_heads)
             runner = StagedGpuRunner(
-                own, weights, layout, limits, CPU, share=share, stage=GpuStage(rank, count, each, lines)
-            )
+                own, weights, layout, limits, CPU, share=share, stage=GpuStage(rank, count, each, lines), lora=lora,
+                whole=spec,
+            )  # fmt: skip
             runner.back_kv(blocks)
             self.runners.append(runner)
+        self._asked = [AskedPlaces() for _ in self.runners]
+        self._settled = queue.SimpleQueue[tuple[int, AdapterSettled]]()
         self._orders = [queue.SimpleQueue[Callable[[StagedGpuRunner], Any] | None]() for _ in self.runners[1:]]
         self._threads = [threading.Thread(target=self._follow, args=(rank,)) for rank in range(1, count * each)]
         for thread in self._threads:
@@ -169,16 +183,26 @@ class GpuThreadStages:
 
     def send_plan(self, plan: StepPlan) -> None:
         self.most_under_way = max(self.most_under_way, 1 + len(self.ranked._under_way))
-        for orders in self._orders:
-            orders.put(lambda runner: runner.submit(plan))
+        for rank, orders in enumerate(self._orders, 1):
+            orders.put(lambda runner, rank=rank: self._submit(rank, runner, plan))
+
+    def _submit(self, rank: int, runner: StagedGpuRunner, plan: StepPlan) -> None:
+        self._asked[rank].note(plan)
+        for arrival in runner.submit(plan).adapters:
+            self._settled.put((rank, AdapterSettled(self._asked[rank].pop(arrival.place), arrival)))
 
     def tell_sampled(self, slots: list[int], tokens: list[int]) -> None:
         self.told.append((slots, tokens))
         for orders in self._orders:
             orders.put(lambda runner: runner.note_sampled(slots, tokens) if runner.stage.is_first else None)
 
-    def settled_adapters(self, wait_s: float) -> list[Any]:
-        return []
+    def settled_adapters(self, wait_s: float) -> list[tuple[int, AdapterSettled]]:
+        found = list[tuple[int, AdapterSettled]]()
+        with contextlib.suppress(queue.Empty):
+            found.append(self._settled.get(timeout=wait_s) if wait_s else self._settled.get_nowait())
+            while True:
+                found.append(self._settled.get_nowait())
+        return found
 
     def interrupt(self) -> None:
         self._check_others()

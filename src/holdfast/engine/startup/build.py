@@ -49,7 +49,7 @@ from holdfast.models import ModelSpec
 from holdfast.models.families.classifier import FROM_TOKENS, TOKEN_IDS
 from holdfast.planner import Plan, coming_bytes, largest_pool, make_cpu_plan, settle_pool
 from holdfast.planner.models.requested import requested
-from holdfast.planner.serve.shares.engines import gpus_share, one_share, ram_share
+from holdfast.planner.serve.shares.engines import gpus_share, one_share, ram_share, same_part
 from holdfast.records import EngineInfo, LowerTier, MemoryReport
 from holdfast.scheduler import Scheduler, SchedulerLimits
 from holdfast.units import shorten
@@ -238,9 +238,7 @@ def plan_again(config: EngineConfig, model: FoundModel, plan: Plan, own_bytes: i
     """For the same GPU with what is free on it now, of which this process holds `own_bytes` and will use them again, as
     it will its RAM."""
     assert plan.engine.gpu is not None
-    gpus = [
-        replace(gpu, free_bytes=gpu.free_bytes + own_bytes) for gpu in probe().gpus if gpu.uuid == plan.engine.gpu.uuid
-    ]
+    gpus = [same_part(gpu, plan, own_bytes) for gpu in probe().gpus if gpu.uuid == plan.engine.gpu.uuid]
     if not gpus:
         raise EngineError(
             f"{plan.engine.gpu.name} is no longer available: the driver does not list it", found=plan.engine.gpu.uuid

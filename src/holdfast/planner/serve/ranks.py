@@ -104,9 +104,6 @@ def _divided(config: EngineConfig, spec: ModelSpec) -> ModelSpec:
 
 
 def _of_gpus(config: EngineConfig, spec: ModelSpec, stored: Mapping[str, StoredTensor] | None) -> Iterator[_Reason]:
-    if config.enable_lora:
-        reason = "LoRA adapters are not divided among ranks on GPUs yet"
-        yield "enable_lora", reason, f"leave --enable-lora out, or {ONE_RANK}"
     if config.pipeline_parallel_size > 1:
         yield from _of_gpu_stages(config)
     divided = config.tensor_parallel_size > 1
@@ -127,9 +124,6 @@ def _of_gpus(config: EngineConfig, spec: ModelSpec, stored: Mapping[str, StoredT
             "the columns of these weights have an order of their own (act-order), which ranks on GPUs do not gather yet"
         )
         yield "tensor_parallel_size", reason, f"--device cpu, or {ONE_RANK}"
-    if config.data_parallel_size > 1:
-        reason = "ranks on GPUs are of one engine so far"
-        yield "data_parallel_size", reason, f"leave --data-parallel-size out, or {ONE_RANK}"
     reason = "scales of a KV cache in FP8{} are not found by ranks on GPUs yet"
     if config.kv_cache_dtype.startswith("fp8"):
         yield "kv_cache_dtype", reason.format(""), f"leave --kv-cache-dtype out, or {ONE_RANK}"
