@@ -3,17 +3,25 @@ and masks, whatever a rank has of heads and vocabulary. Where there is no GPU in
 
 from __future__ import annotations
 
+import json
+from msgspec.structs import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from gpu_thread_ranks import CPU, GpuThreadRanks, checkpoint_of
+from quantized_files import Format, fp8, write_quantized
 from tiny_gpu import LAYERS, Tiny, prompt, run, tokens_of, told_of
 
 from holdfast.engine.core.loop import EngineCore
+from holdfast.execution import kv_scales
 from holdfast.execution.batch import RunnerLimits
+from holdfast.execution.gpu.layers.linear import DividedGpuLinear
+from holdfast.execution.weights.decoder_weights import Weights
+from holdfast.execution.weights.load import load_weights
 from holdfast.kvcache import KVCache
+from holdfast.models import from_config
 from holdfast.records import SamplingParams
 from holdfast.scheduler import Scheduler, SchedulerLimits
 
@@ -27,9 +35,9 @@ GEMMA = {"architecture": "Gemma3", "head_dim": 16, "sliding_window": 9,
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
 
-def ranked(tiny: Tiny, size: int) -> tuple[EngineCore, GpuThreadRanks]:
+def ranked(tiny: Tiny, size: int, **more: Any) -> tuple[EngineCore, GpuThreadRanks]:
     limits = RunnerLimits(max_num_seqs=SLOTS, max_num_batched_tokens=STEP, max_model_len=96)
-    ranks = GpuThreadRanks(tiny, checkpoint_of(tiny), size, limits, BLOCKS)
+    ranks = GpuThreadRanks(tiny, checkpoint_of(tiny), size, limits, BLOCKS, **more)
     scheduler = Scheduler(
         SchedulerLimits(
             max_num_seqs=SLOTS, max_num_batched_tokens=STEP, max_model_len=96, policy="fcfs", max_steps_in_flight=2
@@ -64,6 +72,64 @@ def test_tokens_are_those_of_one_rank(settings: dict[str, Any], size: int, tmp_p
     assert len({tuple(one.calls) for one in ranks.collectives}) == 1, "all ranks do the same in the same order"
     again = answers(core, [prompts[0]], [GREEDY])
     assert again == found[:1], "with the prefix that is cached"
+    ranks.close()
+
+
+class TinyFp8(Tiny):
+    """A model whose products round their inputs, each row by its own largest number."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        (folder / "plain").mkdir()
+        super().__init__(folder / "plain", "Llama", **settings)
+        made = Format({"quant_method": "fp8", "activation_scheme": "dynamic"}, fp8(), "fp8")
+        write_quantized(self.folder, folder / "quantized", made)
+        self.folder = folder / "quantized"
+        self.spec = from_config(json.loads((self.folder / "config.json").read_text()))
+
+    def weights(self, device: torch.device) -> Weights:
+        checkpoint = checkpoint_of(self)()
+        return load_weights(self.spec, checkpoint, dtype=torch.float32, device=device, expand=False)
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.usefixtures("few_programs")
+def test_rows_are_rounded_as_one_rank_rounds_them(size: int, tmp_path: Path) -> None:
+    """What comes into o and down: ranks tell each other the largest of each row first."""
+    tiny = TinyFp8(tmp_path)
+    prompts, params = [prompt(1, 18), prompt(2, 3)], [replace(GREEDY, max_tokens=3, logprobs=1)] * 2
+    core, ranks = ranked(tiny, size, expand=False)
+    o, down = ranks.runners[1].decoder._layers[0].o, ranks.runners[1].decoder._layers[0].mlp._down  # type: ignore[attr-defined]
+    assert isinstance(o, DividedGpuLinear)
+    assert isinstance(down, DividedGpuLinear)
+    found = run(core, prompts, params)
+    assert len({tuple(one.calls) for one in ranks.collectives}) == 1, "all ranks do the same in the same order"
+    ranks.close()
+    alone = run(tiny.core(CPU, gpu=True), prompts, params)
+    for ours, theirs in zip(found, alone, strict=True):
+        assert tokens_of(ours) == tokens_of(theirs)
+        for mine, other in zip(ours, theirs, strict=True):
+            for one, two in zip(mine.logprobs or [], other.logprobs or [], strict=True):
+                assert one.logprobs == pytest.approx(two.logprobs, abs=1e-4)
+
+
+@pytest.mark.usefixtures("few_programs")
+def test_keys_and_values_in_fp8_have_the_scales_of_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer's scale is that of its largest on any rank, here the second's."""
+    monkeypatch.setattr(kv_scales, "SEQUENCES", 1)
+    monkeypatch.setattr(kv_scales, "TOKENS", 5)
+    tiny, stored = Tiny(tmp_path, architecture="Llama"), torch.float8_e4m3fn
+    attention: Any = tiny.model.model.layers[0].self_attn
+    with torch.inference_mode():
+        for projected in (attention.k_proj, attention.v_proj):
+            projected.weight[16:] *= 8
+    tiny.model.save_pretrained(tmp_path)
+    prompts, params = [prompt(1, 18)], [replace(GREEDY, max_tokens=2)]
+    one = tiny.core(CPU, gpu=True, kv_dtype=stored)
+    core, ranks = ranked(tiny, 2, kv_dtype=stored)
+    wanted: Any = one.runner
+    for runner in ranks.runners:
+        assert (runner.kv_scales.keys, runner.kv_scales.values) == (wanted.kv_scales.keys, wanted.kv_scales.values)
+    assert answers(core, prompts, params) == answers(one, prompts, params)
     ranks.close()
 
 

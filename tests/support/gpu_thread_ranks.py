@@ -18,6 +18,7 @@ from holdfast.checkpoints import match
 from holdfast.checkpoints.checkpoint import Checkpoint
 from holdfast.execution.batch import RunnerLimits
 from holdfast.execution.gpu.runner import GpuRunner
+from holdfast.execution.kv_pool import LARGEST
 from holdfast.execution.parallel.gpu.share import GpuRankShare
 from holdfast.execution.parallel.segment import Segment, SegmentLayout
 from holdfast.execution.parallel.shared_memory import SharedMemoryCollectives
@@ -80,10 +81,18 @@ class GpuThreadRanks:
     """A runner as the engine loop has it."""
 
     def __init__(
-        self, tiny: Tiny, checkpoint: Any, size: int, limits: RunnerLimits, blocks: int, **loading: Any
+        self,
+        tiny: Tiny,
+        checkpoint: Any,
+        size: int,
+        limits: RunnerLimits,
+        blocks: int,
+        *,
+        kv_dtype: torch.dtype = torch.float32,
+        **loading: Any,
     ) -> None:
-        spec, layout = tiny.spec, tiny.layout()
-        self.shards = divide(spec, match(spec, checkpoint()), size)
+        spec, layout = tiny.spec, tiny.layout(kv_dtype.itemsize)
+        self.shards = divide(spec, match(spec, checkpoint()), size, quantize=loading.get("quantize"))
         shared, self._turn, self._failed = SegmentLayout(size, 4096), threading.Lock(), threading.Event()
         first, self.runners, self.collectives = Segment(shared), list[GpuRunner](), list[TurnCollectives]()
         self._pool = ThreadPoolExecutor(size)
@@ -106,10 +115,14 @@ class GpuThreadRanks:
                 turns, [one.vocab for one in self.shards], limits.max_num_seqs, limits.max_num_batched_tokens,
                 torch.float32, CPU,
             )  # fmt: skip
-            runner = GpuRunner(own, weights, replace(layout, kv_heads=own.kv_heads), limits, CPU, share=share)
-            runner.back_kv(blocks)
+            pages = replace(layout, kv_heads=own.kv_heads)
+            runner = GpuRunner(own, weights, pages, limits, CPU, kv_dtype=kv_dtype, share=share)
             self.runners.append(runner)
             self.collectives.append(turns)
+        if kv_dtype in LARGEST:
+            self.together(lambda rank: self.runners[rank].calibrate_kv())
+        for runner in self.runners:
+            runner.back_kv(blocks)
 
     def _look(self, waited_s: float) -> None:
         if self._failed.is_set() or waited_s > DEADLINE_S:

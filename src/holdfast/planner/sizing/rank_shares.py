@@ -114,7 +114,8 @@ class RankShares:
         exchange = 0
         if self.shards:
             exchange += gpu.exchange_memory_bytes(self.gpu_slot_bytes(limits, dtype=dtype))
-            exchange += gpu.beside_ranks_bytes(self.spec, limits, self.shards[0].vocab_rows, dtype=dtype)
+            vocab, ranks = self.shards[0].vocab_rows, len(self.shards)
+            exchange += gpu.beside_ranks_bytes(self.spec, limits, vocab, ranks, dtype=dtype)
         if self.stages:
             slots = self.stream_bytes(limits, dtype=dtype), self.gpu_answer_bytes(limits, dtype=dtype)
             exchange += gpu.line_memory_bytes(max(slots))
