@@ -146,6 +146,11 @@ class RankShares:
             return (cpu.staging_bytes(alone.stored) + alone.quantizing_bytes,)
         return tuple(_staging_bytes(Same(one), dtype, expand, compiled) for one in self.weights)
 
+    def gpu_staging_bytes(self, *, dtype: str) -> int:
+        """On the GPU of a rank, beside its weights in place while it loads: what is whole there for a moment, because
+        formats have their own orders of codes and scales of whole rows, or because it is made up."""
+        return max(_whole_bytes(Same(one), dtype) for one in self.weights)
+
     def slot_bytes(self, limits: Limits, *, dtype: str) -> int:
         """Of what one rank shows the others of its stage; 0: there are no other ranks."""
         if self.count == 1:
@@ -245,6 +250,27 @@ def _staging_bytes(weights: Same[EngineWeights], dtype: str, expand: bool, compi
             )
             most = max(most, _staged_bytes(tensor, kept, layout, dtype))
     return cpu.STAGING_BYTES + most + one.quantizing_bytes
+
+
+@lru_cache(maxsize=256)
+def _whole_bytes(weights: Same[EngineWeights], dtype: str) -> int:
+    one, most = weights.held, 0
+    for tensor in one.spec.tensors:
+        kept = None if one.stored is None else one.stored.get(tensor.name)
+        if tensor.cut is None or (kept is None and one.stored is not None):
+            continue
+        layout = memory_layout(
+            tensor,
+            kept,
+            dtype=dtype,
+            expand=False,
+            compiled=False,
+            quantization=one.spec.quantization,
+            quantize=one.quantize,
+        )
+        if kept is None or kept.packed is not None or isinstance(layout, ScaledLayout):
+            most = max(most, _staged_bytes(tensor, kept, layout, dtype))
+    return most + one.quantizing_bytes
 
 
 def _staged_bytes(tensor: TensorSpec, kept: StoredTensor | None, layout: str | ScaledLayout, dtype: str) -> int:

@@ -2,8 +2,8 @@
 """Inputs of a product rounded to one byte each (float8_e4m3fn or int8), with the norm or the gate before it.
 
     scale = max |x| / most       of the row, or of each 128 columns of it; most: 448 of float8_e4m3fn, 127 of int8; at
-                                 least 1e-12, so that zeros stay zeros. Or the checkpoint's own scale. Where ranks have a
-                                 part of a row each, max |x| is that of all parts, which they show one another
+                                 least 1e-12, so that zeros stay zeros. Or the checkpoint's own scale
+                                 max |x| of all parts, where each of several ranks has a part of the row
                                  max |x| no larger than BOUND, where the format has one; POWERS: the scale is the next
                                  power of two above
     code  = x / scale            clamped to what codes can say (-128 of int8 too), rounded to nearest, ties to even
@@ -169,10 +169,12 @@ def round_rows(
     count = 0 if parts is None else parts.shape[1]
     _round_rows[(rows,)](
         x, x if norm is None else norm, scales if static is None else static, scales if parts is None else parts,
-        codes, scales, x.stride(0), codes.stride(0), scales.stride(0), scales.stride(1), epsilon, COLUMNS=columns, GROUPS=groups, WIDTH=width,
-        NORM=norm is not None, ACTIVATION=NO_GATE if activation is None else activation_code(activation),
-        STATIC=static is not None, PARTS=count, PADDED=triton.next_power_of_2(max(1, count)), FP8=codes.dtype == torch.float8_e4m3fn, BOUND=bound, POWERS=powers, EARLY=early,
-        num_warps=_warps(rows, columns, activation is not None), launch_pdl=early,
+        codes, scales, x.stride(0), codes.stride(0), scales.stride(0), scales.stride(1), epsilon, COLUMNS=columns,
+        GROUPS=groups, WIDTH=width, NORM=norm is not None,
+        ACTIVATION=NO_GATE if activation is None else activation_code(activation), STATIC=static is not None,
+        PARTS=count, PADDED=triton.next_power_of_2(max(1, count)), FP8=codes.dtype == torch.float8_e4m3fn,
+        BOUND=bound, POWERS=powers, EARLY=early, num_warps=_warps(rows, columns, activation is not None),
+        launch_pdl=early,
     )  # fmt: skip
 
 
