@@ -265,12 +265,14 @@ def test_ranks_on_gpus_have_quantized_weights_and_pages(
 
 
 def test_what_is_whole_on_a_gpu_while_it_is_cut_is_counted() -> None:
-    """Of a rank: a matrix in codes and as it becomes, or one that is made up."""
-    spec = from_config(LLAMA | FP8)
+    """The largest matrix of codes, with its scales."""
+    spec, codes = from_config(LLAMA | FP8), 14336 * 4096
     shares = gpu_rank_shares(Same(EngineWeights(spec, None)), 2, dtype="bfloat16")
-    assert shares.gpu_staging_bytes(dtype="bfloat16") == 128256 * 4096 * 2
-    small = replace(spec, tensors=tuple(one for one in spec.tensors if one.name == "layers.0.down"))
-    shares = gpu_rank_shares(Same(EngineWeights(small, None)), 2, dtype="bfloat16")
-    assert shares.gpu_staging_bytes(dtype="bfloat16") == 14336 * 4096 + 4096 * 4 + 4, "codes, scales, and one of inputs"
+    assert shares.gpu_staging_bytes(dtype="bfloat16") == codes + 14336 * 4
+    down = replace(spec, tensors=tuple(one for one in spec.tensors if one.name == "layers.0.down"))
+    shares = gpu_rank_shares(Same(EngineWeights(down, None)), 2, dtype="bfloat16")
+    assert shares.gpu_staging_bytes(dtype="bfloat16") == codes + 4096 * 4 + 4, "with one number for inputs"
+    plain = gpu_rank_shares(Same(EngineWeights(SPEC, None)), 2, dtype="bfloat16")
+    assert plain.gpu_staging_bytes(dtype="bfloat16") == 0, "its parts are read as they are"
     alone = gpu_rank_shares(Same(EngineWeights(spec, None)), 1, 2, dtype="bfloat16")
     assert alone.gpu_staging_bytes(dtype="bfloat16") == 0, "stages cut no matrix"

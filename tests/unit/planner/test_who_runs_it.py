@@ -40,7 +40,7 @@ def test_several_gpus_are_this_engines_too_but_not_for_all(capsys: pytest.Captur
     asked = ["plan", "llama-3.1-70b", "--gpu", "h100-80x4", "--for", "holdfast", "--brief"]
     assert main(asked) == 0
     assert "--tensor-parallel-size 4" in capsys.readouterr().out
-    assert main([*asked, "--kv-cache-dtype", "fp8"]) == 1
+    assert main([*asked, "--enable-lora"]) == 1
     said = " ".join(capsys.readouterr().out.split())
     assert "fits, but Holdfast does not support this yet: tensor_parallel_size is" in said
 

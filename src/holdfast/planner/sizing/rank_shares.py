@@ -147,8 +147,8 @@ class RankShares:
         return tuple(_staging_bytes(Same(one), dtype, expand, compiled) for one in self.weights)
 
     def gpu_staging_bytes(self, *, dtype: str) -> int:
-        """On the GPU of a rank, beside its weights in place while it loads: what is whole there for a moment, because
-        formats have their own orders of codes and scales of whole rows, or because it is made up."""
+        """On the GPU of a rank, beside its weights in place while it loads: matrices of codes are whole there for a
+        moment, because formats have their own orders of codes and scales of whole rows."""
         return max(_whole_bytes(Same(one), dtype) for one in self.weights)
 
     def slot_bytes(self, limits: Limits, *, dtype: str) -> int:
@@ -268,7 +268,7 @@ def _whole_bytes(weights: Same[EngineWeights], dtype: str) -> int:
             quantization=one.spec.quantization,
             quantize=one.quantize,
         )
-        if kept is None or kept.packed is not None or isinstance(layout, ScaledLayout):
+        if isinstance(layout, ScaledLayout):
             most = max(most, _staged_bytes(tensor, kept, layout, dtype))
     return most + one.quantizing_bytes
 
