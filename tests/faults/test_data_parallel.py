@@ -3,8 +3,6 @@ notices."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -12,14 +10,9 @@ import psutil
 import pytest
 from deadlines import PATIENCE_S
 from ended_processes import still_running
-from standing_still import StandingStill, stopped
+from standing_still import StandingStill
 from story_streams import STREAMS, TOKENS, all_streams, told_by_one
-
-
-def engines_of(server) -> list[psutil.Process]:
-    """By their numbers, as /memory has them."""
-    rows = httpx.get(f"{server.url}/memory", timeout=PATIENCE_S).json()["engines"]
-    return [psutil.Process(row["pid"]) for row in rows]
+from struck_engines import engines_of, struck
 
 
 def by_engine(server, name: str) -> dict[str, float]:
@@ -30,24 +23,6 @@ def by_engine(server, name: str) -> dict[str, float]:
             engine = labels.partition('engine="')[2].partition('"')[0]
             found[engine] = found.get(engine, 0.0) + float(value)
     return found
-
-
-async def struck(
-    server, standing_still: StandingStill, strike: Callable[[psutil.Process], None]
-) -> tuple[list[str], int]:
-    """What streams say while one engine is struck in the middle of them, whichever; the other one stays as it is."""
-    before = engines_of(server)
-    standing_still.ask_for(STREAMS * TOKENS // 8)
-    answers = asyncio.create_task(all_streams(server.url))
-    victim = await stopped(before)
-    number = before.index(victim)
-    strike(victim)
-    found = await answers
-    after = engines_of(server)
-    assert after[number].pid != before[number].pid
-    assert after[1 - number].pid == before[1 - number].pid
-    assert not still_running([before[number]])
-    return found, number
 
 
 async def test_two_engines_answer_as_one_and_outlive_each_other(

@@ -2,59 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 from deadlines import PATIENCE_S
 from ended_processes import still_running
-from standing_still import StandingStill, stopped
-from story_streams import STREAMS, TOKENS, all_streams
+from standing_still import StandingStill
+from story_streams import all_streams
+from struck_ranks import SAID, STRIKES, disturbed, ranks_of, restarted
 from tiny_experts import write_tiny_experts
-
-
-def ranks_of(engine_pid: int) -> list[psutil.Process]:
-    """The first, which has the loop, and the others, which are its children."""
-    first = psutil.Process(engine_pid)
-    return [first, *(one for one in first.children() if "holdfast.engine.ranks.entry" in " ".join(one.cmdline()))]
-
-
-async def disturbed(
-    server, standing_still: StandingStill, strike: Callable[[list[psutil.Process]], None], count: int = 2
-) -> tuple[list[str], list[psutil.Process]]:
-    """What streams say while ranks are struck in the middle of them, and who the ranks were."""
-    standing_still.ask_for(STREAMS * TOKENS // 4)
-    answers = asyncio.create_task(all_streams(server.url))
-    ranks = ranks_of(server.engine_pid)
-    assert len(ranks) == count
-    first = await stopped(ranks[:1])
-    strike(ranks)
-    with contextlib.suppress(psutil.NoSuchProcess):
-        first.resume()
-    return await answers, ranks
-
-
-async def restarted(server) -> None:
-    """There is an engine again, which is ready. Until the end of the old one is noticed it seems to be."""
-    async with asyncio.timeout(PATIENCE_S):
-        while not any("holdfast.engine.process.entry" in " ".join(one.cmdline()) for one in children(server)):
-            await asyncio.sleep(0.05)
-    server.wait_ready()
-
-
-def children(server) -> list[psutil.Process]:
-    return [one for one in psutil.Process(server.process.pid).children() if one.status() != psutil.STATUS_ZOMBIE]
-
-
-STRIKES: dict[str, Callable[[list[psutil.Process]], None]] = {
-    "other": lambda ranks: ranks[1].kill(),
-    "first": lambda ranks: ranks[0].kill(),
-    "stopped": lambda ranks: ranks[1].suspend(),
-}
-SAID = {"other": "has ended: signal SIGKILL", "stopped": "has not come to where the other ranks wait for it"}
 
 
 @pytest.mark.parametrize(

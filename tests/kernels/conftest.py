@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -34,3 +35,12 @@ def few_programs(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
         splits = decode.decode_splits
         monkeypatch.setattr(linear, "SKINNY_ROWS", 0)
         monkeypatch.setattr(decode, "decode_splits", lambda *sizes, codes: min(4, splits(*sizes, codes=codes)))
+
+
+@pytest.fixture(scope="module")
+def services() -> Iterator[list[Any]]:
+    """Processes of grammars that tests have started."""
+    started: list[Any] = []
+    yield started
+    for service in started:
+        service.close()

@@ -3,6 +3,7 @@ is killed. Kernels run in Triton's interpreter; what CUDA IPC itself does needs 
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
@@ -17,6 +18,8 @@ import fake_rank_gpus
 import psutil
 import pytest
 import torch
+import transformers
+from lora_adapters import merge, write_adapter
 from quantized_files import Format, fp8, write_quantized
 from tiny_gpu import Tiny, prompt, run, tokens_of
 
@@ -24,14 +27,18 @@ from holdfast.checkpoints import match, open_checkpoint
 from holdfast.config import EngineConfig
 from holdfast.config.unsupported import RANK_GPUS
 from holdfast.engine.core.loop import EngineCore
+from holdfast.engine.process.fault_injection import RANK_NO_MEMORY
+from holdfast.engine.ranks.following import AskedPlaces
+from holdfast.engine.ranks.gpu.follower import NO_MEMORY, GpuFollower
 from holdfast.engine.ranks.gpu.runner import RankedGpuRunner
+from holdfast.engine.requests.adapters import Adapters
 from holdfast.engine.startup.build import _build_on_gpu, find_model
 from holdfast.engine.startup.engine_info import EngineInfo
-from holdfast.errors import EngineDiedError
+from holdfast.errors import EngineDiedError, EngineError
 from holdfast.execution.parallel.gpu.link import GpuRankLink
 from holdfast.hardware.nvidia import NvidiaGpu
 from holdfast.planner.serve.gpu_plan import make_gpu_plan
-from holdfast.records import SamplingParams
+from holdfast.records import Request, SamplingParams
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="its ranks have no GPU")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
@@ -57,7 +64,8 @@ def started(folder: Path, staged: bool, made: Format | None = None, **more: Any)
         config = EngineConfig(
             model=str(tiny.folder), device="cuda", dtype="float32", max_model_len=96, max_num_seqs=4,
             max_num_batched_tokens=16, kv_cache_memory_bytes=1 << 20, skip_tokenizer_init=True,
-            **{"pipeline_parallel_size" if staged else "tensor_parallel_size": 2, **more},
+            **{"pipeline_parallel_size" if staged else "tensor_parallel_size": 2},
+            **({"enable_lora": True, "max_lora_rank": 8} if made is None else {}), **more,
         )  # fmt: skip
         model = find_model(config, progress=False, text=False)
         gpu = NvidiaGpu(
@@ -85,7 +93,7 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
 
 
 @pytest.mark.long
-def test_two_stages_start_and_say_what_one_rank_says(stages: Started) -> None:
+def test_two_stages_start_and_say_what_one_rank_says(stages: Started, tmp_path: Path) -> None:
     tiny, core, info = stages
     assert isinstance(core.runner, RankedGpuRunner)
     rows = info.memory.ranks
@@ -97,6 +105,7 @@ def test_two_stages_start_and_say_what_one_rank_says(stages: Started) -> None:
     found = run(core, prompts, [GREEDY, GREEDY])
     for one, outputs in zip(prompts, found, strict=True):
         tiny.assert_greedy(one, tokens_of(outputs))
+    require_adapted(tiny, core, tmp_path)
 
 
 @pytest.mark.long
@@ -106,7 +115,7 @@ def test_a_stage_that_is_killed_while_it_is_awaited_is_named(stages: Started) ->
 
 
 @pytest.mark.long
-def test_two_processes_start_and_say_what_one_says(engine: Started) -> None:
+def test_two_processes_start_and_say_what_one_says(engine: Started, tmp_path: Path) -> None:
     tiny, core, info = engine
     assert isinstance(core.runner, RankedGpuRunner)
     rows = info.memory.ranks
@@ -118,6 +127,7 @@ def test_two_processes_start_and_say_what_one_says(engine: Started) -> None:
     found = run(core, prompts, [GREEDY, GREEDY])
     for one, outputs in zip(prompts, found, strict=True):
         tiny.assert_greedy(one, tokens_of(outputs))
+    require_adapted(tiny, core, tmp_path)
 
 
 @pytest.mark.long
@@ -143,6 +153,26 @@ def test_rounded_weights_and_pages_in_fp8(staged: bool, more: dict[str, str], tm
         again = [tokens_of(outputs) for outputs in run(core, prompts[:1], [GREEDY])]
     assert [len(tokens) for tokens in found] == [4, 4]
     assert again == found[:1]
+
+
+def require_adapted(tiny: Tiny, core: EngineCore, folder: Path) -> None:
+    """By an adapter that each process has read its part of: a prompt with it and without it."""
+    known = Adapters(tiny.spec, "tiny", EngineConfig(enable_lora=True, max_lora_rank=8))
+    write_adapter(folder / "one", tiny.folder, seed=1, rank=7)
+    adapter = known.load("one", str(folder / "one"), anywhere=True)
+    merged = transformers.LlamaForCausalLM.from_pretrained(merge(folder / "merged", tiny.folder, folder / "one"))
+    said: dict[str, list[int]] = {"plain": [], "adapted": []}
+    for name, asked in (("plain", None), ("adapted", adapter)):
+        core.add(Request(request_id=name, prompt_token_ids=prompt(1, 9), params=GREEDY, adapter=asked))
+    while core.has_work:
+        for output in core.step():
+            assert output.failure is None, output.failure
+            said[output.request_id] += output.token_ids
+    assert said["plain"] != said["adapted"]
+    tiny.assert_greedy(prompt(1, 9), said["plain"])
+    with torch.inference_mode():
+        logits = merged.float().eval()(torch.tensor([prompt(1, 9) + said["adapted"]])).logits[0]
+    assert said["adapted"] == logits[8:-1].argmax(-1).tolist()
 
 
 def require_named(core: EngineCore) -> None:
@@ -179,3 +209,55 @@ def test_a_rank_that_ended_before_ranks_were_joined_is_not_awaited() -> None:
     assert told == ["give up"]
     usual.give_up()
     assert told == ["give up"] * 2
+
+
+def follower_with(runner: Any) -> Any:
+    follower: Any = object.__new__(GpuFollower)
+    follower._member, follower._asked = SimpleNamespace(runner=runner), AskedPlaces()
+    return follower
+
+
+def test_a_rank_without_memory_says_so_by_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever else fails stays what it is. On purpose: once."""
+
+    def runner(error: Exception | None) -> Any:
+        def submit(plan: Any) -> Any:
+            if error is not None:
+                raise error
+            return SimpleNamespace(adapters=[])
+
+        return SimpleNamespace(check=lambda: None, submit=submit)
+
+    plan: Any = SimpleNamespace(fetches=[])
+    for shortage in (
+        torch.OutOfMemoryError("CUDA out of memory. Tried"),
+        RuntimeError("CUDA error: out of memory\nat"),
+    ):
+        with pytest.raises(EngineError, match="out of GPU memory in a step") as caught:
+            follower_with(runner(shortage))._execute(plan)
+        assert (caught.value.code, caught.value.found) == (NO_MEMORY, str(shortage).splitlines()[0])
+    with pytest.raises(RuntimeError, match="an illegal address"):
+        follower_with(runner(RuntimeError("an illegal address")))._execute(plan)
+    lacking = tmp_path / "lacking"
+    monkeypatch.setenv(RANK_NO_MEMORY, str(lacking))
+    follower_with(runner(None))._execute(plan)
+    lacking.touch()
+    with pytest.raises(EngineError, match="on purpose") as caught:
+        follower_with(runner(None))._execute(plan)
+    assert caught.value.code == NO_MEMORY
+    follower_with(runner(None))._execute(plan)
+
+
+@pytest.mark.long
+def test_a_rank_without_memory_ends_all_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the words of the rank, with its number: not as a death, or as one that does not come."""
+    lacking, steps = tmp_path / "lacking", itertools.count(1)
+    monkeypatch.setenv(RANK_NO_MEMORY, str(lacking))
+    with started(tmp_path, staged=False) as (_, core, _):
+        assert isinstance(core.runner, RankedGpuRunner)
+        [other] = core.runner.pids
+        params = [SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)]
+        with pytest.raises(EngineError, match="rank 1: out of GPU memory in a step") as caught:
+            run(core, [prompt(1, 5)], params, between=lambda: lacking.touch() if next(steps) == 3 else None)
+        assert caught.value.code == NO_MEMORY
+    assert not psutil.pid_exists(other)

@@ -3,17 +3,23 @@ and masks, whatever a rank has of heads and vocabulary. Where there is no GPU in
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from embedded_prompts import assert_same_vectors, embedded
 from gpu_thread_ranks import CPU, GpuThreadRanks, checkpoint_of
+from held_answers import PARAMS as HELD
+from held_answers import raw_of, text_of, with_forms
 from msgspec.structs import replace
 from quantized_files import Format, compressed, fp8, int8, write_quantized
 from tiny_gpu import LAYERS, Tiny, prompt, run, tokens_of, told_of
 
+from holdfast.engine.core import masks
 from holdfast.engine.core.loop import EngineCore
 from holdfast.execution import kv_scales
 from holdfast.execution.batch import RunnerLimits
@@ -26,6 +32,7 @@ from holdfast.kvcache import KVCache
 from holdfast.models import from_config
 from holdfast.records import SamplingParams
 from holdfast.scheduler import Scheduler, SchedulerLimits
+from holdfast.text.structured.client import GrammarService
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="its ranks have the CPU's collectives")
 
@@ -37,14 +44,14 @@ GEMMA = {"architecture": "Gemma3", "head_dim": 16, "sliding_window": 9,
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
 
-def ranked(tiny: Tiny, size: int, **more: Any) -> tuple[EngineCore, GpuThreadRanks]:
+def ranked(tiny: Tiny, size: int, blocks: int = BLOCKS, **more: Any) -> tuple[EngineCore, GpuThreadRanks]:
     limits = RunnerLimits(max_num_seqs=SLOTS, max_num_batched_tokens=STEP, max_model_len=96)
-    ranks = GpuThreadRanks(tiny, checkpoint_of(tiny), size, limits, BLOCKS, **more)
+    ranks = GpuThreadRanks(tiny, checkpoint_of(tiny), size, limits, blocks, **more)
     scheduler = Scheduler(
         SchedulerLimits(
             max_num_seqs=SLOTS, max_num_batched_tokens=STEP, max_model_len=96, policy="fcfs", max_steps_in_flight=2
         ),
-        KVCache(tiny.layout(), BLOCKS, True),
+        KVCache(tiny.layout(), blocks, True),
     )
     runner: Any = ranks
     return EngineCore(scheduler, runner, steps_ahead=1), ranks
@@ -205,6 +212,60 @@ def test_drawn_tokens_scores_and_biases_are_those_of_one_rank(tmp_path: Path) ->
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
     assert len({tuple(one.calls) for one in ranks.collectives}) == 1
     ranks.close()
+
+
+@pytest.mark.usefixtures("few_programs")
+def test_answers_that_are_held_to_a_form_are_those_of_one_rank(
+    tmp_path: Path, services: list[GrammarService], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the first rank knows masks. One step's are late: its rows are computed once more, on all ranks."""
+    tiny = Tiny(tmp_path, architecture="Llama")
+    prompts = [prompt(number, 3 + number) for number in range(len(HELD))]
+    alone = run(with_forms(tiny.core(CPU, gpu=False), tiny.spec.vocab_size, services), prompts, HELD)
+    calls, real = itertools.count(), masks.StepMasks.rows
+    monkeypatch.setattr(masks.StepMasks, "rows", lambda step, busy: {} if next(calls) == 1 else real(step, busy))
+    core, ranks = ranked(tiny, 2)
+    try:
+        found = run(with_forms(core, tiny.spec.vocab_size, services), prompts, HELD)
+    finally:
+        ranks.close()
+    assert next(calls) > 2
+    assert [tokens_of(one) for one in found] == [tokens_of(one) for one in alone]
+    assert re.fullmatch("[a-c]{3,5}", text_of(tokens_of(found[0])))
+    assert re.fullmatch("([a-m][0-9]?)*", text_of(tokens_of(found[2])))
+    assert raw_of(found[2]) == raw_of(alone[2]), "raw, whatever the form forbids"
+    assert len({tuple(one.calls) for one in ranks.collectives}) == 1, "all ranks do the same in the same order"
+
+
+@pytest.mark.usefixtures("few_programs")
+def test_vectors_of_prompts_are_those_of_one_rank(tmp_path: Path) -> None:
+    """In chunks, from cached prefixes, and beside an answer."""
+    tiny = Tiny(tmp_path, architecture="Llama")
+    prompts = [prompt(0, 21), prompt(1, 1)]
+    core, ranks = ranked(tiny, 2)
+    try:
+        here = embedded(core, prompts)
+    finally:
+        ranks.close()
+    there = embedded(tiny.core(CPU, gpu=False), prompts)
+    assert_same_vectors(here, there, tiny.spec.hidden_size)
+    assert here["again-0"].cached_tokens == there["again-0"].cached_tokens == 20
+    assert len({tuple(one.calls) for one in ranks.collectives}) == 1, "all ranks do the same in the same order"
+
+
+@pytest.mark.usefixtures("few_programs")
+def test_answers_survive_a_pool_that_is_too_small(tmp_path: Path) -> None:
+    """One of two sequences is preempted and computed again, on all ranks alike."""
+    tiny = Tiny(tmp_path, architecture="Llama")
+    prompts, params = [prompt(number, 12) for number in range(2)], GREEDY.replace(max_tokens=10)
+    core, ranks = ranked(tiny, 2, blocks=9)
+    try:
+        found = run(core, prompts, [params, params])
+    finally:
+        ranks.close()
+    assert core.stats().preemptions_total > 0
+    for one, outputs in zip(prompts, found, strict=True):
+        tiny.assert_greedy(one, tokens_of(outputs))
 
 
 @pytest.mark.usefixtures("few_programs")

@@ -4,15 +4,21 @@ lines between ranks that are fakes."""
 
 from __future__ import annotations
 
+import itertools
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from embedded_prompts import assert_same_vectors, embedded
 from gpu_thread_ranks import CPU, checkpoint_of
 from gpu_thread_stages import GpuThreadStages
+from held_answers import PARAMS as HELD
+from held_answers import raw_of, text_of, with_forms
 from tiny_gpu import Tiny, prompt, run, tokens_of, told_of
 
+from holdfast.engine.core import masks
 from holdfast.engine.core.loop import EngineCore
 from holdfast.execution import kv_scales
 from holdfast.execution.batch import RunnerLimits
@@ -20,6 +26,7 @@ from holdfast.execution.parallel.gpu.stage import rank_before, rank_behind
 from holdfast.kvcache import KVCache
 from holdfast.records import SamplingParams
 from holdfast.scheduler import Scheduler, SchedulerLimits
+from holdfast.text.structured.client import GrammarService
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="its ranks have lines in the host's memory")
 
@@ -33,15 +40,17 @@ GEMMA = {"architecture": "Gemma3", "head_dim": 16, "sliding_window": 9, "num_hid
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
 
-def staged(tiny: Tiny, ends: list[int], each: int = 1, **more: Any) -> tuple[EngineCore, GpuThreadStages]:
+def staged(
+    tiny: Tiny, ends: list[int], each: int = 1, blocks: int = BLOCKS, **more: Any
+) -> tuple[EngineCore, GpuThreadStages]:
     limits = RunnerLimits(max_num_seqs=SLOTS, max_num_batched_tokens=STEP, max_model_len=96)
-    ranks = GpuThreadStages(tiny, checkpoint_of(tiny), ends, each, limits, BLOCKS, **more)
+    ranks = GpuThreadStages(tiny, checkpoint_of(tiny), ends, each, limits, blocks, **more)
     scheduler = Scheduler(
         SchedulerLimits(
             max_num_seqs=SLOTS, max_num_batched_tokens=STEP, max_model_len=96, policy="fcfs",
             max_steps_in_flight=len(ends), apart=True,
         ),
-        KVCache(ranks.layout, BLOCKS, True),
+        KVCache(ranks.layout, blocks, True),
     )  # fmt: skip
     return EngineCore(scheduler, ranks.ranked, steps_ahead=len(ends) - 1), ranks
 
@@ -117,6 +126,61 @@ def test_drawn_tokens_scores_and_biases_are_those_of_one_rank(tmp_path: Path) ->
     for ours, theirs in zip(told, wanted, strict=True):
         assert ours.token_ids == theirs.token_ids
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
+
+
+@pytest.mark.usefixtures("few_programs")
+def test_answers_that_are_held_to_a_form_are_those_of_one_rank(
+    tmp_path: Path, services: list[GrammarService], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the first rank knows masks. One step's are late: its rows are computed once more, on all ranks."""
+    tiny = Tiny(tmp_path, **LLAMA)
+    prompts = [prompt(number, 3 + number) for number in range(len(HELD))]
+    alone = run(with_forms(tiny.core(CPU, gpu=False), tiny.spec.vocab_size, services), prompts, HELD)
+    calls, real = itertools.count(), masks.StepMasks.rows
+    monkeypatch.setattr(masks.StepMasks, "rows", lambda step, busy: {} if next(calls) == 1 else real(step, busy))
+    core, ranks = staged(tiny, [1, 2])
+    try:
+        found = run(with_forms(core, tiny.spec.vocab_size, services), prompts, HELD)
+    finally:
+        ranks.close()
+    assert next(calls) > 2
+    assert [tokens_of(one) for one in found] == [tokens_of(one) for one in alone]
+    assert re.fullmatch("[a-c]{3,5}", text_of(tokens_of(found[0])))
+    assert re.fullmatch("([a-m][0-9]?)*", text_of(tokens_of(found[2])))
+    assert raw_of(found[2]) == raw_of(alone[2]), "raw, whatever the form forbids"
+    assert not any(line.lying for line in ranks.lines.values())
+
+
+@pytest.mark.usefixtures("few_programs")
+def test_vectors_of_prompts_are_those_of_one_rank(tmp_path: Path) -> None:
+    """In chunks, from cached prefixes, and beside an answer."""
+    tiny = Tiny(tmp_path, **LLAMA)
+    prompts = [prompt(0, 21), prompt(1, 1)]
+    core, ranks = staged(tiny, [1, 2])
+    try:
+        here = embedded(core, prompts)
+    finally:
+        ranks.close()
+    there = embedded(tiny.core(CPU, gpu=False), prompts)
+    assert_same_vectors(here, there, tiny.spec.hidden_size)
+    assert here["again-0"].cached_tokens == there["again-0"].cached_tokens == 20
+    assert not any(line.lying for line in ranks.lines.values())
+
+
+@pytest.mark.long  # Quick is that of ranks.
+@pytest.mark.usefixtures("few_programs")
+def test_answers_survive_a_pool_that_is_too_small(tmp_path: Path) -> None:
+    """One of two sequences is preempted and computed again, on all ranks alike."""
+    tiny = Tiny(tmp_path, **LLAMA)
+    prompts, params = [prompt(number, 12) for number in range(2)], GREEDY.replace(max_tokens=10)
+    core, ranks = staged(tiny, [1, 2], blocks=9)
+    try:
+        found = run(core, prompts, [params, params])
+    finally:
+        ranks.close()
+    assert core.stats().preemptions_total > 0
+    for one, outputs in zip(prompts, found, strict=True):
+        tiny.assert_greedy(one, tokens_of(outputs))
 
 
 @pytest.mark.long

@@ -16,9 +16,13 @@ from tiny_gpu import Tiny
 
 from holdfast.checkpoints import match
 from holdfast.checkpoints.checkpoint import Checkpoint
+from holdfast.engine.ranks.following import AskedPlaces
+from holdfast.engine.ranks.messages import AdapterSettled
+from holdfast.engine.ranks.runner import JoinedAdapters
 from holdfast.execution.batch import RunnerLimits
 from holdfast.execution.gpu.runner import GpuRunner
 from holdfast.execution.kv_pool import LARGEST
+from holdfast.execution.lora.slots import LoraLimits
 from holdfast.execution.parallel.gpu.share import GpuRankShare
 from holdfast.execution.parallel.segment import Segment, SegmentLayout
 from holdfast.execution.parallel.shared_memory import SharedMemoryCollectives
@@ -87,11 +91,14 @@ class GpuThreadRanks:
         size: int,
         limits: RunnerLimits,
         blocks: int,
+        lora: LoraLimits | None = None,
         *,
         kv_dtype: torch.dtype = torch.float32,
         **loading: Any,
     ) -> None:
         spec, layout = tiny.spec, tiny.layout(kv_dtype.itemsize)
+        self._asked, self._settled = [AskedPlaces() for _ in range(size)], list[tuple[int, AdapterSettled]]()
+        self._adapters = JoinedAdapters(size, lambda wait_s: [self._settled.pop(0) for _ in range(len(self._settled))])
         self.shards = divide(spec, match(spec, checkpoint()), size, quantize=loading.get("quantize"))
         shared, self._turn, self._failed = SegmentLayout(size, 4096), threading.Lock(), threading.Event()
         first, self.runners, self.collectives = Segment(shared), list[GpuRunner](), list[TurnCollectives]()
@@ -116,7 +123,7 @@ class GpuThreadRanks:
                 torch.float32, CPU,
             )  # fmt: skip
             pages = replace(layout, kv_heads=own.kv_heads)
-            runner = GpuRunner(own, weights, pages, limits, CPU, kv_dtype=kv_dtype, share=share)
+            runner = GpuRunner(own, weights, pages, limits, CPU, kv_dtype=kv_dtype, share=share, lora=lora, whole=spec)
             self.runners.append(runner)
             self.collectives.append(turns)
         if kv_dtype in LARGEST:
@@ -146,11 +153,17 @@ class GpuThreadRanks:
         return [one.result() for one in running]
 
     def submit(self, plan: StepPlan, masks: TokenMasks | None = None) -> Any:
-        def run(rank: int) -> StepResult | None:
-            step = self.runners[rank].submit(plan, masks if rank == 0 else None)
-            return step.result() if rank == 0 else None
+        self._adapters.note(plan)
 
-        return _Done(self.together(run)[0])
+        def run(rank: int) -> Any:
+            step = self.runners[rank].submit(plan, masks if rank == 0 else None)
+            if rank == 0:
+                return _Done(step.result(), step.late)
+            self._asked[rank].note(plan)
+            self._settled += [(rank, AdapterSettled(self._asked[rank].pop(one.place), one)) for one in step.adapters]
+            return None
+
+        return self._adapters.joined(plan, self.together(run)[0])
 
     @property
     def most_blocks(self) -> int:
@@ -163,10 +176,8 @@ class GpuThreadRanks:
 
 
 class _Done:
-    late = ()
-
-    def __init__(self, result: StepResult) -> None:
-        self._result = result
+    def __init__(self, result: StepResult, late: Sequence[int]) -> None:
+        self._result, self.late = result, late
 
     def result(self) -> StepResult:
         return self._result

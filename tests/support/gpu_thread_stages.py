@@ -4,6 +4,7 @@ One rank runs at a time; others run while it waits for them. Rank 0 is the threa
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
@@ -18,9 +19,12 @@ from gpu_thread_ranks import CPU, DEADLINE_S, TurnCollectives
 from tiny_gpu import BLOCK_TOKENS, Tiny
 
 from holdfast.checkpoints import match
+from holdfast.engine.ranks.following import AskedPlaces
+from holdfast.engine.ranks.messages import AdapterSettled
 from holdfast.engine.ranks.runner import RankedRunner
 from holdfast.execution.batch import RunnerLimits
 from holdfast.execution.kv_pool import LARGEST
+from holdfast.execution.lora.slots import LoraLimits
 from holdfast.execution.parallel.gpu.share import GpuRankShare
 from holdfast.execution.parallel.gpu.stage import GpuStage, rank_before, rank_behind
 from holdfast.execution.parallel.gpu.staged_runner import StagedGpuRunner
@@ -95,6 +99,7 @@ class GpuThreadStages:
         each: int,
         limits: RunnerLimits,
         blocks: int,
+        lora: LoraLimits | None = None,
         *,
         kv_dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -134,10 +139,12 @@ class GpuThreadStages:
             layout = self.layout.of_layers(stage.first, stage.last, own.kv_heads)
             runner = StagedGpuRunner(
                 own, weights, layout, limits, CPU, kv_dtype=kv_dtype, share=share,
-                stage=GpuStage(rank, count, each, lines),
+                stage=GpuStage(rank, count, each, lines), lora=lora, whole=spec,
             )  # fmt: skip
             runner.back_kv(blocks)
             self.runners.append(runner)
+        self._asked = [AskedPlaces() for _ in self.runners]
+        self._settled = queue.SimpleQueue[tuple[int, AdapterSettled]]()
         self._orders = [queue.SimpleQueue[Callable[[StagedGpuRunner], Any] | None]() for _ in self.runners[1:]]
         self._threads = [threading.Thread(target=self._follow, args=(rank,)) for rank in range(1, count * each)]
         for thread in self._threads:
@@ -191,16 +198,26 @@ class GpuThreadStages:
 
     def send_plan(self, plan: StepPlan) -> None:
         self.most_under_way = max(self.most_under_way, 1 + len(self.ranked._under_way))
-        for orders in self._orders:
-            orders.put(lambda runner: runner.submit(plan))
+        for rank, orders in enumerate(self._orders, 1):
+            orders.put(lambda runner, rank=rank: self._submit(rank, runner, plan))
+
+    def _submit(self, rank: int, runner: StagedGpuRunner, plan: StepPlan) -> None:
+        self._asked[rank].note(plan)
+        for arrival in runner.submit(plan).adapters:
+            self._settled.put((rank, AdapterSettled(self._asked[rank].pop(arrival.place), arrival)))
 
     def tell_sampled(self, slots: list[int], tokens: list[int]) -> None:
         self.told.append((slots, tokens))
         for orders in self._orders:
             orders.put(lambda runner: runner.note_sampled(slots, tokens) if runner.stage.is_first else None)
 
-    def settled_adapters(self, wait_s: float) -> list[Any]:
-        return []
+    def settled_adapters(self, wait_s: float) -> list[tuple[int, AdapterSettled]]:
+        found = list[tuple[int, AdapterSettled]]()
+        with contextlib.suppress(queue.Empty):
+            found.append(self._settled.get(timeout=wait_s) if wait_s else self._settled.get_nowait())
+            while True:
+                found.append(self._settled.get_nowait())
+        return found
 
     def interrupt(self) -> None:
         self._check_others()

@@ -16,7 +16,7 @@ from greedy_runs import assert_near_in_most, few_answers, layout_of, make_core
 
 from holdfast.checkpoints import match
 from holdfast.checkpoints.checkpoint import Checkpoint
-from holdfast.engine.ranks.follower import AskedPlaces
+from holdfast.engine.ranks.following import AskedPlaces
 from holdfast.engine.ranks.messages import AdapterSettled
 from holdfast.engine.ranks.runner import RankedRunner
 from holdfast.execution.lora.slots import LoraLimits

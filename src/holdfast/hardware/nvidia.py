@@ -81,6 +81,8 @@ class NvidiaGpu:
     mig: bool = False
     capability: tuple[int, int] | None = None
     """Compute capability; None: the driver does not say."""
+    engines: int = 1
+    """Of one server, that divide its memory: what is free and in all is then the part of one of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,14 +18,18 @@ from holdfast.errors import ConfigurationError, DoesNotFitError
 from holdfast.execution.parallel.segment import SegmentLayout
 from holdfast.footprint.cpu import SLOT_PAGE_BYTES
 from holdfast.footprint.identity_key import Same
+from holdfast.footprint.lora import gpu_bytes, held_bytes
+from holdfast.hardware import Memory
 from holdfast.hardware.nvidia import NvidiaGpu, NvidiaMachine
 from holdfast.hardware.torch_build import TorchBuild
 from holdfast.models import from_config
+from holdfast.models.stages import rank_spec
 from holdfast.planner.serve.gpu_plan import make_gpu_plan
 from holdfast.planner.serve.gpu_ranks import gpus_of_ranks, tightest
+from holdfast.planner.serve.host_memory import with_host_memory
 from holdfast.planner.sizing.engine_weights import EngineWeights
 from holdfast.planner.sizing.rank_shares import gpu_rank_shares
-from holdfast.units import GIB, MIB
+from holdfast.units import GIB, MIB, format_bytes
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096,
@@ -152,7 +156,6 @@ def test_windows_in_stages_have_pages_of_the_stage_with_most(monkeypatch: pytest
     [
         ({"disable_custom_all_reduce": True}, "disable_custom_all_reduce", "stages on GPUs hand on over CUDA IPC"),
         ({"tensor_parallel_size": 8}, "pipeline_parallel_size", "16 ranks on GPUs are more than the 8"),
-        ({"data_parallel_size": 2}, "data_parallel_size", "of one engine so far"),
         ({"kv_ram": 4 * GIB}, "kv_ram", "not kept in RAM by several ranks"),
     ],
 )
@@ -229,8 +232,6 @@ def test_gpus_are_those_that_are_named_in_their_order() -> None:
     [
         ({"cpu_offload_gb": 4.0}, "cpu_offload_gb"),
         ({"kv_ram": 4 * GIB}, "kv_ram"),
-        ({"enable_lora": True}, "enable_lora"),
-        ({"data_parallel_size": 2}, "data_parallel_size"),
     ],
 )
 def test_what_ranks_on_gpus_cannot_do_yet_is_refused(settings: dict[str, Any], field: str) -> None:
@@ -276,3 +277,20 @@ def test_what_is_whole_on_a_gpu_while_it_is_cut_is_counted() -> None:
     assert plain.gpu_staging_bytes(dtype="bfloat16") == 0, "its parts are read as they are"
     alone = gpu_rank_shares(Same(EngineWeights(spec, None)), 1, 2, dtype="bfloat16")
     assert alone.gpu_staging_bytes(dtype="bfloat16") == 0, "stages cut no matrix"
+
+
+@pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["tp", "pp"])
+def test_adapters_are_counted_by_the_rank_that_holds_most(sizes: dict[str, int]) -> None:
+    """To the byte, as it allocates them."""
+    config = EngineConfig(device="cuda", enable_lora=True, max_lora_rank=32, **sizes)
+    plan = make_gpu_plan(SPEC, None, config, [card(0), card(1)], name="llama")
+    own = [rank_spec(SPEC, *plan.engine.part_of(rank)) for rank in range(2)]
+    each = [gpu_bytes(one, plan.limits, dtype="bfloat16", places=1, max_rank=32) for one in own]
+    whole = gpu_bytes(SPEC, plan.limits, dtype="bfloat16", places=1, max_rank=32)
+    assert plan.terms["adapters"] == max(each)
+    assert max(each) < 0.8 * whole
+    ram = Memory(total_bytes=64 * GIB, available_bytes=60 * GIB, limited_by="machine")
+    copies = with_host_memory(plan, config, ram, 0)
+    (said,) = [one for one in copies.decisions if one.field == "max_cpu_loras"]
+    bytes_each = sum(held_bytes(one, dtype="bfloat16", places=1, max_rank=32) for one in own)
+    assert said.value == format_bytes(config.lora_copies * bytes_each), "each rank has a copy of its part"

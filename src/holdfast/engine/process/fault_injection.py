@@ -1,4 +1,4 @@
-"""Faults on purpose, for tests of what happens then: read from the environment by the engine process alone.
+"""Faults on purpose, for tests of what happens then: read from the environment by the engine process and its ranks.
 
     HOLDFAST_FAULT_DIE_ON_TOKEN=ID      the process ends at once when a prompt with this token id is to be computed
     HOLDFAST_FAULT_HANG_ON_TOKEN=ID     the loop hangs for ever when a prompt with this token id is to be computed
@@ -6,6 +6,8 @@
     HOLDFAST_FAULT_FAIL_LOADING=FILE    a start fails, with an error, while this file exists
     HOLDFAST_FAULT_STAND_STILL=FILE     the process stops itself, as by SIGSTOP, after as many tokens as this file says,
                                         which it removes; 0: also one that starts, before it is ready
+    HOLDFAST_FAULT_RANK_NO_MEMORY=FILE  while this file exists, which it removes, the next rank on a GPU that is not the
+                                        first finds no memory for a step
 
 Without these variables nothing here does anything.
 """
@@ -31,6 +33,7 @@ HANG_ON_TOKEN = "HOLDFAST_FAULT_HANG_ON_TOKEN"
 NO_MEMORY = "HOLDFAST_FAULT_NO_MEMORY"
 FAIL_LOADING = "HOLDFAST_FAULT_FAIL_LOADING"
 STAND_STILL = "HOLDFAST_FAULT_STAND_STILL"
+RANK_NO_MEMORY = "HOLDFAST_FAULT_RANK_NO_MEMORY"
 EXIT_CODE = 139
 
 log = logging.getLogger("holdfast")
@@ -58,6 +61,16 @@ def fail_loading() -> None:
     path = os.environ.get(FAIL_LOADING)
     if path is not None and Path(path).exists():
         raise EngineError(f"this start fails on purpose: {FAIL_LOADING} names a file that exists")
+
+
+def lack_memory() -> None:
+    """Of a rank, as torch says it."""
+    if (path := os.environ.get(RANK_NO_MEMORY)) is not None:
+        try:
+            Path(path).unlink()
+        except FileNotFoundError:
+            return
+        raise RuntimeError(f"CUDA out of memory, on purpose: {RANK_NO_MEMORY} named a file that existed")
 
 
 def _hang() -> None:

@@ -16,7 +16,7 @@ from holdfast.config import EngineConfig
 from holdfast.engine.process.protocol import pack_failure
 from holdfast.engine.ranks import messages
 from holdfast.engine.ranks.cpu import LoadedRank, load_rank, measured
-from holdfast.engine.ranks.following import Follower
+from holdfast.engine.ranks.following import AskedPlaces, Follower
 from holdfast.engine.ranks.together import scales_found
 from holdfast.engine.startup.build import find_model
 from holdfast.errors import HoldfastError
@@ -48,20 +48,6 @@ def _follower(start: messages.StartRank) -> type[Follower]:
     from holdfast.engine.ranks.gpu.follower import GpuFollower  # Ranks of a CPU need nothing of what it imports.
 
     return GpuFollower
-
-
-class AskedPlaces:
-    """Of one rank: which step has asked for each place last."""
-
-    def __init__(self) -> None:
-        self._steps: dict[int, int] = {}
-
-    def note(self, plan: StepPlan) -> None:
-        for asked in plan.fetches:
-            self._steps[asked.place] = plan.step_id
-
-    def pop(self, place: int) -> int:
-        return self._steps.pop(place)
 
 
 class CpuFollower(Follower):

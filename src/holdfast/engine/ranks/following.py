@@ -18,6 +18,20 @@ class StepLeft(Exception):
     """Rank 0 has left the step: this rank leaves it too, and waits for the next."""
 
 
+class AskedPlaces:
+    """Of one rank: which step has asked for each place last."""
+
+    def __init__(self) -> None:
+        self._steps: dict[int, int] = {}
+
+    def note(self, plan: StepPlan) -> None:
+        for asked in plan.fetches:
+            self._steps[asked.place] = plan.step_id
+
+    def pop(self, place: int) -> int:
+        return self._steps.pop(place)
+
+
 class Follower(ABC):
     def __init__(self, start: messages.StartRank, descriptor: int, answers: Connection) -> None:
         self._rank, self._answers = start.rank, answers

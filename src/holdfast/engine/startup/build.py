@@ -49,7 +49,7 @@ from holdfast.models import ModelSpec
 from holdfast.models.families.classifier import FROM_TOKENS, TOKEN_IDS
 from holdfast.planner import Plan, coming_bytes, largest_pool, make_cpu_plan, settle_pool
 from holdfast.planner.models.requested import requested
-from holdfast.planner.serve.shares.engines import gpus_share, one_share, ram_share
+from holdfast.planner.serve.shares.engines import gpus_share, one_share, ram_share, same_part
 from holdfast.records import EngineInfo, LowerTier, MemoryReport
 from holdfast.scheduler import Scheduler, SchedulerLimits
 from holdfast.units import shorten
@@ -238,9 +238,7 @@ def plan_again(config: EngineConfig, model: FoundModel, plan: Plan, own_bytes: i
     """For the same GPU with what is free on it now, of which this process holds `own_bytes` and will use them again, as
     it will its RAM."""
     assert plan.engine.gpu is not None
-    gpus = [
-        replace(gpu, free_bytes=gpu.free_bytes + own_bytes) for gpu in probe().gpus if gpu.uuid == plan.engine.gpu.uuid
-    ]
+    gpus = [same_part(gpu, plan, own_bytes) for gpu in probe().gpus if gpu.uuid == plan.engine.gpu.uuid]
     if not gpus:
         raise EngineError(
             f"{plan.engine.gpu.name} is no longer available: the driver does not list it", found=plan.engine.gpu.uuid
@@ -350,7 +348,14 @@ def build_core(
         stored=None if opened is None else opened.store,
     )
     store_use = None if opened is None else opened.use
-    core = EngineCore(scheduler, core_runner, steps_ahead=ahead, store_use=store_use, check_ranks=ranks.check)
+    core = EngineCore(
+        scheduler,
+        core_runner,
+        steps_ahead=ahead,
+        link_use=None if plan.engine.streamed is None else runner.link_use,
+        store_use=store_use,
+        check_ranks=ranks.check,
+    )
     return core, engine_info(config, model.files, model.spec, plan, runner, report, profile_run_s)
 
 
@@ -412,9 +417,8 @@ def _build_on_gpus(
 
 
 def _balances(config: EngineConfig, plan: Plan) -> bool:
-    """Whether KV and layers may change places by themselves: neither was set by hand, and no neighbour has a say."""
-    by_hand = config.kv_cache_memory_bytes is not None or plan.question.settings.offload.by_hand
-    return not by_hand and not config.yield_to_neighbours
+    """Whether KV and layers may change places by themselves: neither was set by hand."""
+    return config.kv_cache_memory_bytes is None and not plan.question.settings.offload.by_hand
 
 
 def _still_fits(config: EngineConfig, plan: Plan) -> Plan:

@@ -93,7 +93,7 @@ def build_gpu_runner(
     device = open_device(uuid)
 
     def memory_of(tried: Plan) -> GpuMemory:
-        return GpuMemory(device, uuid, tried.device.free_bytes, not_ours)
+        return GpuMemory(device, uuid, tried.device.free_bytes, not_ours, context_bytes=context_beside(tried))
 
     def build(tried: Plan) -> Built:
         return _build(config, files, spec, tried, memory_of(tried), progress, beat)
@@ -107,6 +107,11 @@ def build_gpu_runner(
         return replan((0 if had_context else failed.terms["context"]) if told is None else told)
 
     return start_with_room(plan, build, again)
+
+
+def context_beside(plan: Plan) -> int | None:
+    """Of an engine that shares its GPU with others of this server."""
+    return plan.terms["context"] if plan.engine.gpu is not None and plan.engine.gpu.engines > 1 else None
 
 
 def start_with_room(plan: Plan, build: Callable[[Plan], Built], again: Callable[[Plan], Plan]) -> Built:
@@ -176,6 +181,7 @@ def _build(
         beat=beat,
     )
     hosts = None if plan.engine.streamed is None else runner.decoder.host_mlps
+    memory.beside_torch = lambda: runner.beside_torch_bytes
     try:
         built = _settle(
             runner,

@@ -14,6 +14,7 @@ from holdfast.hardware.nvidia import NvidiaMachine, probe
 from holdfast.hardware.torch_build import TorchBuild, torch_build
 from holdfast.planner.serve.gpu_plan import too_old
 from holdfast.planner.serve.gpu_ranks import gpus_of_ranks
+from holdfast.planner.serve.shares.engines import gpus_share
 from holdfast.planner.sizing.dtype import asked_type
 from holdfast.records.sampling import MAX_LOGPROBS, WHOLE_VOCABULARY
 
@@ -64,7 +65,11 @@ def _settled(config: EngineConfig, here: NvidiaMachine | None, build: TorchBuild
     if problem is None:
         settled = replace(config, device="cuda")
         ranks = settled.tensor_parallel_size * settled.pipeline_parallel_size
-        if ranks > 1:  # Before anything is fetched: too few GPUs, or GPUs that are not alike.
+        # Before anything is fetched: too few GPUs, or GPUs that are not alike.
+        if settled.data_parallel_size > 1:
+            for number in range(settled.data_parallel_size):
+                gpus_share(settled, machine.gpus, number)
+        elif ranks > 1:
             gpus_of_ranks(machine.gpus, ranks)
         return settled
     if config.device == "cuda" or config.vram is not None:

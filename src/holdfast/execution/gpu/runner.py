@@ -75,9 +75,10 @@ class GpuRunner(MovableWeights, PageTiers):
         beat: Callable[[], None] | None = None,
         share: GpuRankShare | None = None,
         stage: GpuStage | None = None,
+        whole: ModelSpec | None = None,
     ) -> None:
-        """`share`: of a model that several ranks compute; spec, weights and layout are this rank's. Only the first
-        samples. `stage`: of one whose layers are on several in turn: see parallel/gpu/staged_runner.py."""
+        """`share`: of a model that several ranks compute; spec, weights and layout are this rank's, `whole` is all of
+        it. Only the first samples. `stage`: of one whose layers are on several: parallel/gpu/staged_runner.py."""
         self._share, self._stage = share, stage
         self.spec, self.layout, self.limits, self.device = spec, layout, limits, device
         self.kv_dtype = kv_dtype or weights.dtype
@@ -89,7 +90,7 @@ class GpuRunner(MovableWeights, PageTiers):
             spec.heads, spec.kv_heads, spec.head_dim, weights.dtype.itemsize, codes=self.kv_dtype in LARGEST
         )
         self._forms = BatchBuilder(limits, device, tile_tokens, layout.block_tokens)
-        self._adapters = None if lora is None else GpuAdapters(spec, lora, limits, weights.dtype, device)
+        self._adapters = None if lora is None else GpuAdapters(spec, lora, limits, weights.dtype, device, whole)
         self._decoder: GpuDecoder | None = GpuDecoder(
             spec, weights, layout, limits, self._slots, device, self._adapters, beat, share, stage
         )
@@ -136,6 +137,11 @@ class GpuRunner(MovableWeights, PageTiers):
     def logits_bytes(self) -> int:
         """With what sampling holds beside them."""
         return self._logits.nbytes + self._sampler.nbytes + (0 if self._share is None else self._share.nbytes)
+
+    @property
+    def beside_torch_bytes(self) -> int:
+        """On the GPU: pages, and weights in ranges of addresses."""
+        return self.mapped_bytes + (0 if self._kv is None else self._kv.nbytes)
 
     @property
     def adapters_bytes(self) -> int:

@@ -197,7 +197,7 @@ def _engine_share(question: Question, device: Device, limits: Limits, held: int)
         slots = (Term("expert_slots", places.slots_bytes + places.tables_bytes), tables)
     weights, largest = engine_weights(Same(model)), _largest_quantized(Same(model))
     capability = None if device.gpu is None else device.gpu.compute_capability
-    ranked: tuple[Term, ...] = ()
+    ranked, adapted = tuple[Term, ...](), tuple[ModelSpec, ...]()
     layout = cpu.kv_layout(spec, block_tokens=settings.block_tokens, kv_dtype=kv_dtype(question, 1))
     if settings.ranks * settings.stages > 1 and weights is not None:
         shares = gpu_rank_shares(Same(weights), settings.ranks, settings.stages, dtype=dtype)
@@ -205,7 +205,7 @@ def _engine_share(question: Question, device: Device, limits: Limits, held: int)
         layout = shares.gpu_kv_layout(block_tokens=settings.block_tokens, kv_dtype=kv_dtype(question, 1))
         # The first place has most; of stages all layers, any of which may be the widest.
         spec = rank_spec(spec, None, shares.shards[0] if shares.shards else None)
-        ranked = shares.gpu_terms(limits, dtype=dtype)
+        ranked, adapted = shares.gpu_terms(limits, dtype=dtype), tuple(one.spec for one in shares.weights)
         largest = max(largest, shares.gpu_staging_bytes(dtype=dtype))
     found = byte_terms.engine_gpu_terms(
         spec,
@@ -218,6 +218,7 @@ def _engine_share(question: Question, device: Device, limits: Limits, held: int)
         rounded=weights is not None and weights.rounds_inputs(capability),
         max_loras=settings.max_loras,
         max_lora_rank=settings.max_lora_rank,
+        adapted=adapted,
         graphs=settings.graphs and streamed is None,
         experts_apart=places is not None,
     )

@@ -96,6 +96,8 @@ class GpuChoice:
     """In the driver's order."""
     uuid: str
     name: str
+    engines: int = 1
+    """Of this server, that divide it; free and total bytes are then of this one's part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

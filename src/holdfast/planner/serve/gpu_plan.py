@@ -26,14 +26,14 @@ from holdfast.planner.fit.count import experts_on_gpu, streamed_on_gpu
 from holdfast.planner.fit.cpu import Pool
 from holdfast.planner.fit.expert_placement import wants_offload
 from holdfast.planner.fit.placement import may_stream
-from holdfast.planner.fit.result import EngineChoices, GpuChoice, Plan, describe_budget
+from holdfast.planner.fit.result import EngineChoices, Plan, describe_budget
 from holdfast.planner.fit.search import fit
 from holdfast.planner.inputs.machine import measured_device
 from holdfast.planner.inputs.question import CPU_USEFUL_TOKENS, Machine, PlannedModel, Question, settings_of
 from holdfast.planner.models.requested import requested
 from holdfast.planner.serve import refusals
 from holdfast.planner.serve.cpu_plan import planned_model, without_tensors
-from holdfast.planner.serve.gpu_ranks import gpus_of_ranks, rank_decision, tightest
+from holdfast.planner.serve.gpu_ranks import choice_of, gpus_of_ranks, rank_decision, tightest
 from holdfast.planner.serve.offload import alternative, host_share, with_offload
 from holdfast.planner.serve.ranks import expert_parallel_said, refuse_with_ranks
 from holdfast.planner.serve.settle import longest_context
@@ -77,6 +77,8 @@ def choose_gpu(gpus: Sequence[NvidiaGpu]) -> tuple[NvidiaGpu, Decision]:
         raise too_old(gpus)
     chosen = max(able, key=lambda gpu: gpu.free_bytes)
     reason = f"{format_bytes(chosen.free_bytes)} of {format_bytes(chosen.total_bytes)} free"
+    if chosen.engines > 1:
+        reason += f", which is its part: {chosen.engines} engines of this server divide this GPU"
     if len(gpus) > 1:
         reason += f", the most of {len(gpus)} GPUs; CUDA_VISIBLE_DEVICES={chosen.uuid} selects it explicitly"
     return chosen, Decision("device", f"GPU {chosen.index}, {chosen.name}", reason, "measured")
@@ -102,8 +104,8 @@ def make_gpu_plan(
     refuse_with_ranks(config, spec, stored, compiled_kernels=compiled_kernels)
     model_made = planned_model(spec, stored, name)
     ranks = config.tensor_parallel_size * config.pipeline_parallel_size
-    if ranks > 1:
-        gpus, host = gpus_of_ranks(gpus, ranks), None
+    if ranks > 1:  # Of several engines each is given its own already.
+        gpus, host = gpus_of_ranks(gpus, ranks) if config.data_parallel_size == 1 else gpus, None
 
     def attempt(tried: EngineConfig) -> Plan:
         wanted = requested(tried.asked_quantization, spec.quantization, gguf=gguf, name=name)
@@ -270,7 +272,7 @@ def _with_pool(found: Plan, config: EngineConfig, chosen: NvidiaGpu, decision: D
             expert_places=experts_on_gpu(found.question),
             weights_format=weights.format or found.dtype,
             short=limits.max_model_len < spec.max_position and config.max_model_len is None,
-            gpu=GpuChoice(index=chosen.index, uuid=chosen.uuid, name=chosen.name),
+            gpu=choice_of(chosen),
         ),
     )
     return plan if pool_bytes is None else _within_pool(plan)
@@ -292,7 +294,7 @@ def _with_ranks(found: Plan, config: EngineConfig, gpus: Sequence[NvidiaGpu]) ->
     assert weights is not None, "a server plans what it has matched"
     shares = _shares(weights, config, found)
     held = shares.rank_weights(dtype=found.dtype)
-    choices = (GpuChoice(index=gpu.index, uuid=gpu.uuid, name=gpu.name) for gpu in gpus)
+    choices = map(choice_of, gpus)
     return replace(
         found,
         tensor_parallel=config.tensor_parallel_size,

@@ -13,6 +13,7 @@ from holdfast.config.unsupported import NOT_WITH_RANKS, RANK_GPUS
 from holdfast.errors import ConfigurationError
 from holdfast.hardware.nvidia import NvidiaGpu
 from holdfast.observability.decisions import Decision
+from holdfast.planner.fit.result import GpuChoice
 from holdfast.planner.inputs.machine import holders, measured_device
 from holdfast.planner.inputs.question import Device
 from holdfast.units import counted, format_bytes
@@ -30,14 +31,21 @@ def gpus_of_ranks(
         if len(gpus) < ranks:
             raise _too_few(gpus, ranks)
         chosen = tuple(gpus[:ranks])
-        _require_alike(chosen)
+        require_alike(chosen)
         return chosen
+    chosen = named_gpus(gpus, listed, ranks, "-tp times -pp")
+    require_alike(chosen)
+    return chosen
+
+
+def named_gpus(gpus: Sequence[NvidiaGpu], listed: str, ranks: int, times: str) -> tuple[NvidiaGpu, ...]:
+    """As RANK_GPUS lists them. `times`: of what `ranks` is the product, for people."""
     words = [word.strip() for word in listed.split(",")]
     if len(words) != ranks or not all(word.isdecimal() for word in words):
         raise ConfigurationError(
             f"{RANK_GPUS} does not name the GPU of each rank",
             code=TOO_FEW_GPUS,
-            needed=f"{counted(ranks, 'number')} with commas between them, for as many ranks (-tp times -pp)",
+            needed=f"{counted(ranks, 'number')} with commas between them, for as many ranks ({times})",
             found=listed,
             fix=f"{RANK_GPUS}={','.join(map(str, range(ranks)))}",
             field="tensor_parallel_size",
@@ -45,9 +53,11 @@ def gpus_of_ranks(
     for rank, word in enumerate(words):
         if int(word) >= len(gpus):
             raise _not_there(gpus, rank, listed)
-    chosen = tuple(gpus[int(word)] for word in words)
-    _require_alike(chosen)
-    return chosen
+    return tuple(gpus[int(word)] for word in words)
+
+
+def choice_of(gpu: NvidiaGpu) -> GpuChoice:
+    return GpuChoice(index=gpu.index, uuid=gpu.uuid, name=gpu.name, engines=gpu.engines)
 
 
 def _too_few(gpus: Sequence[NvidiaGpu], ranks: int) -> ConfigurationError:
@@ -77,7 +87,8 @@ def _not_there(gpus: Sequence[NvidiaGpu], rank: int, listed: str) -> Configurati
     )
 
 
-def _require_alike(gpus: Sequence[NvidiaGpu]) -> None:
+def require_alike(gpus: Sequence[NvidiaGpu]) -> None:
+    """Raises ConfigurationError, with the first rank whose GPU has not rank 0's compute capability."""
     first = gpus[0]
     for rank, gpu in enumerate(gpus):
         if gpu.capability != first.capability:
@@ -114,4 +125,6 @@ def rank_decision(gpus: Sequence[NvidiaGpu], rank: int) -> Decision:
     short = "" if len({gpu.free_bytes for gpu in gpus}) == 1 else f"; rank {rank} has the least"
     held = holders(gpus[rank]) if short else ()
     taken = f", others hold: {', '.join(held)}" if held else ""
-    return Decision("device", f"GPUs {places}, {gpus[0].name}", f"{rows}{short}{taken}", "measured")
+    most = max(gpu.engines for gpu in gpus)
+    shared = f"; {most} engines of this server divide a GPU, and this is one's part" if most > 1 else ""
+    return Decision("device", f"GPUs {places}, {gpus[0].name}", f"{rows}{short}{taken}{shared}", "measured")

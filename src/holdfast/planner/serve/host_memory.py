@@ -13,6 +13,7 @@ from holdfast.footprint import lora
 from holdfast.footprint.streamed import ENTRY_BYTES, PAGE_BYTES, TABLE_BYTES, page_tables_bytes
 from holdfast.footprint.structured_output import FEW_CORES, forms_bytes
 from holdfast.hardware import Memory
+from holdfast.models.stages import rank_spec
 from holdfast.observability.decisions import Decision
 from holdfast.planner.fit.expert_placement import exchange_bytes, ram_bytes
 from holdfast.planner.fit.result import Plan
@@ -33,11 +34,18 @@ def with_host_memory(plan: Plan, config: EngineConfig, machine: Memory, front_by
         plan = replace(plan, decisions=(*plan.decisions, decision))
     pinned = _pinned_bytes(plan)
     others = front_bytes + forms + pinned
-    one = lora.held_bytes(spec, dtype=plan.dtype, places=1, max_rank=config.lora_rank) if config.lora_copies else 0
+    one = _one_adapter_bytes(plan, config) if config.lora_copies else 0
     room, beside = _room(config, machine, others, pinned)
     plan = _with_kv_ram(plan, config, machine, room, beside, config.lora_copies * one, default=front_bytes > 0)
     others += plan.engine.kv_ram_bytes
     return _with_adapters(plan, config, machine, one, others) if config.lora_copies else plan
+
+
+def _one_adapter_bytes(plan: Plan, config: EngineConfig) -> int:
+    """A copy of it: each rank has one of its part."""
+    spec, engine = plan.question.model.spec, plan.engine
+    parts = (rank_spec(spec, *engine.part_of(rank)) for rank in range(engine.rank_count))
+    return sum(lora.held_bytes(own, dtype=plan.dtype, places=1, max_rank=config.lora_rank) for own in parts)
 
 
 def _room(config: EngineConfig, machine: Memory, others: int, pinned: int) -> tuple[int, str]:

@@ -95,9 +95,6 @@ def _of_settings(config: EngineConfig) -> Iterator[_Reason]:
 
 
 def _of_gpus(config: EngineConfig, spec: ModelSpec, stored: Mapping[str, StoredTensor] | None) -> Iterator[_Reason]:
-    if config.enable_lora:
-        reason = "LoRA adapters are not divided among ranks on GPUs yet"
-        yield "enable_lora", reason, f"leave --enable-lora out, or {ONE_RANK}"
     if config.pipeline_parallel_size > 1:
         yield from _of_gpu_stages(config)
     divided = config.tensor_parallel_size > 1
@@ -110,9 +107,6 @@ def _of_gpus(config: EngineConfig, spec: ModelSpec, stored: Mapping[str, StoredT
             "the columns of these weights have an order of their own (act-order), which ranks on GPUs do not gather yet"
         )
         yield "tensor_parallel_size", reason, f"--device cpu, or {ONE_RANK}"
-    if config.data_parallel_size > 1:
-        reason = "ranks on GPUs are of one engine so far"
-        yield "data_parallel_size", reason, f"leave --data-parallel-size out, or {ONE_RANK}"
     if config.enable_expert_parallel:
         reason = "whole experts are dealt out among ranks on a CPU alone so far"
         yield "enable_expert_parallel", reason, f"leave --enable-expert-parallel out, or {ONE_RANK}"

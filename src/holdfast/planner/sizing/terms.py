@@ -147,11 +147,13 @@ def engine_gpu_terms(
     rounded: bool = False,
     max_loras: int = 0,
     max_lora_rank: int = 16,
+    adapted: Sequence[ModelSpec] = (),
     graphs: bool = True,
     experts_apart: bool = False,
 ) -> list[Term]:
     """Of a model that this engine runs on one GPU: what it allocates, by the declarations it allocates from. `slots`:
-    that layers or experts take turns in which do not stay there."""
+    that layers or experts take turns in which do not stay there. `adapted`: what adapters change on each rank, of which
+    the one that holds most counts; empty: all of it."""
     captures = GRAPHS_WITH_ADAPTERS if max_loras else 1
     kernels = gpu.graphs_bytes(
         captures * len(spec.layers), limits.max_num_seqs, captured=graphs, experts_apart=experts_apart
@@ -167,8 +169,11 @@ def engine_gpu_terms(
         Term("graphs", kernels, 0.5),
     ]
     if max_loras:
-        held = lora.gpu_bytes(spec, limits, dtype=dtype, places=max_loras, max_rank=max_lora_rank)
-        terms.append(Term("adapters", held))
+        each = (
+            lora.gpu_bytes(own, limits, dtype=dtype, places=max_loras, max_rank=max_lora_rank)
+            for own in adapted or (spec,)
+        )
+        terms.append(Term("adapters", max(each)))
     return terms
 
 

@@ -17,6 +17,7 @@ from holdfast.execution.device import DTYPES, KV_DTYPES
 from holdfast.execution.gpu.cuda.module import DriverError
 from holdfast.execution.gpu.memory.accounting import GpuHeld, GpuMemory, held_before, open_device
 from holdfast.execution.gpu.runner import GpuRunner
+from holdfast.execution.lora.slots import LoraLimits
 from holdfast.execution.parallel.gpu.exchange import ExchangeCollectives
 from holdfast.execution.parallel.gpu.lines import ExchangeLines, LineTo
 from holdfast.execution.parallel.gpu.nccl import NcclCollectives, nccl_available
@@ -53,7 +54,8 @@ class OpenedGpu:
         if sharing == 1:  # Ranks of one GPU may have begun to fill it.
             free_bytes = next((gpu.free_bytes for gpu in probe().gpus if gpu.uuid == uuid), free_bytes)
         self.device = open_device(uuid)
-        self.memory = GpuMemory(self.device, uuid, free_bytes, not_ours, sharing)
+        beside = plan.terms["context"] if plan.engine.rank_gpus[rank].engines > 1 else None
+        self.memory = GpuMemory(self.device, uuid, free_bytes, not_ours, sharing, beside)
         self.context = self.memory.held()
         self.memory.watch_tensors()
         self._peers: PeerMemory | None = None
@@ -174,7 +176,7 @@ def load_gpu_rank(
     progress: TensorsLoaded,
     beat: Callable[[], None] | None = None,
 ) -> GpuRank:
-    shards, dtype, limits = plan.engine.shards, DTYPES[plan.dtype], RunnerLimits.of(plan.limits)
+    shards, dtype, limits = plan.engine.shards, DTYPES[plan.dtype], RunnerLimits.of(plan.limits, config.lora_places)
     own, layout = rank_spec(spec, *plan.engine.part_of(opened.rank)), plan.engine.layout_of(opened.rank)
     share = None
     if joined.collectives is not None:
@@ -206,10 +208,13 @@ def load_gpu_rank(
         opened.device,
         kv_dtype=KV_DTYPES[plan.kv_dtype],
         graphs=not config.enforce_eager,
+        lora=LoraLimits.of(config),
         beat=beat,
         share=share,
         stage=joined.stage,
+        whole=spec,
     )
+    opened.memory.beside_torch = lambda: runner.beside_torch_bytes + opened.exchange_bytes
     loaded = opened.memory.held()
     opened.memory.forget_loading()
     return GpuRank(opened, joined, runner, loaded, layout.page_bytes)
@@ -225,12 +230,13 @@ def profile_gpu_rank(rank: GpuRank, plan: Plan) -> Measured:
     runner.capture()
     captured = memory.held()
     rank.joined.check()
-    named = runner.weights_bytes + runner.buffers_bytes + runner.logits_bytes
+    named = runner.weights_bytes + runner.buffers_bytes + runner.logits_bytes + runner.adapters_bytes
     terms = {
         "context": opened.context.own_bytes,
         "weights": runner.weights_bytes,
         "buffers": runner.buffers_bytes,
         "activations": max(0, memory.most_allocated() + runner.mapped_bytes - named),
+        "adapters": runner.adapters_bytes,
         "logits": runner.logits_bytes,
         "graphs": max(0, captured.own_bytes - profiled.own_bytes),
         "exchange": opened.exchange_bytes,

@@ -27,10 +27,18 @@ from holdfast.records import Row
 
 
 class GpuAdapters:
+    """`whole`: the model, where `spec` is one rank's part of it."""
+
     def __init__(
-        self, spec: ModelSpec, lora: LoraLimits, limits: RunnerLimits, dtype: torch.dtype, device: torch.device
+        self,
+        spec: ModelSpec,
+        lora: LoraLimits,
+        limits: RunnerLimits,
+        dtype: torch.dtype,
+        device: torch.device,
+        whole: ModelSpec | None = None,
     ) -> None:
-        self.places = AdapterPlaces(spec, lora, dtype, device)
+        self.places = AdapterPlaces(spec, lora, dtype, device, whole)
         self._count, self._rows = lora.max_loras, limits.max_num_seqs
         self._factors = self.places.factors()
         tokens = limits.max_num_batched_tokens

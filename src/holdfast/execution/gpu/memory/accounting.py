@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -32,12 +33,21 @@ def held_before(uuid: str) -> int:
 class GpuMemory:
     """`free_before_bytes`: on the GPU before the engine touched it, for drivers that do not tell processes apart.
     `not_ours_bytes`: what this process held before the engine came. `sharing`: ranks of this engine on the same GPU,
-    which hold about the same."""
+    which hold about the same. `context_bytes`: that a context takes, where other engines take of the GPU at the same
+    time: what has become less there is not ours; None: there are none."""
 
     def __init__(
-        self, device: torch.device, uuid: str, free_before_bytes: int, not_ours_bytes: int = 0, sharing: int = 1
+        self,
+        device: torch.device,
+        uuid: str,
+        free_before_bytes: int,
+        not_ours_bytes: int = 0,
+        sharing: int = 1,
+        context_bytes: int | None = None,
     ) -> None:
-        self._sharing = sharing
+        self._sharing, self._context = sharing, context_bytes
+        self.beside_torch: Callable[[], int] = lambda: 0
+        """Bytes that the engine has taken there without torch."""
         self.device, self._uuid, self._free_before = device, uuid, free_before_bytes
         self._not_ours, self._tensors_before = not_ours_bytes, 0
         self._own, self._next_look_s = 0, 0.0
@@ -50,6 +60,9 @@ class GpuMemory:
         return GpuHeld(self._not_told(free) if own is None else own, free, total)
 
     def _not_told(self, free_bytes: int) -> int:
+        if self._context is not None:
+            kept = int(torch.cuda.memory_reserved(self.device)) - self._tensors_before
+            return self._context + max(0, kept) + self.beside_torch()
         return max(0, self._free_before - free_bytes) // self._sharing
 
     def told_bytes(self) -> int | None:

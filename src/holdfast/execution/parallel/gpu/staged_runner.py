@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import torch
 
 from holdfast.execution.gpu.batch_sizes import padded_sizes
@@ -22,7 +23,7 @@ from holdfast.execution.gpu.sampling import FoundScores, Work
 from holdfast.execution.gpu.step import DeviceStep, is_decode
 from holdfast.execution.layers.pooling import vectors
 from holdfast.execution.parallel.gpu.stage import GpuStage
-from holdfast.records import Row, StepPlan, StepResult, TokenMasks
+from holdfast.records import AdapterArrival, Row, StepPlan, StepResult, TokenMasks
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +52,14 @@ class StagedGpuRunner(GpuRunner):
 
     def submit(self, plan: StepPlan, masks: TokenMasks | None = None) -> GpuStep | StagedStep:  # type: ignore[override]
         with self._here():
-            self._enter(plan)
+            arrived = self._enter(plan)
             self._slots.apply(plan)
             begun = self._begin(plan.rows) if plan.rows else None
-        if begun is None or not self._samples:
-            return GpuStep(self.read, plan)
-        return StagedStep(self, plan, begun, masks)
+        if begun is not None and self._samples:
+            return StagedStep(self, plan, begun, masks, arrived)
+        step = GpuStep(self.read, plan)
+        step.adapters = arrived
+        return step
 
     def finish(self, plan: StepPlan, begun: _Begun, masks: TokenMasks | None) -> StepResult:
         """Of rank 0."""
@@ -84,9 +87,12 @@ class StagedGpuRunner(GpuRunner):
         if self._graphs is not None and is_decode(rows) and len(rows) <= self._most_captured and not embeds:
             shown = self._graphs.padded(len(rows))
             step, slots = self._forms.decode(rows, shown), [row.slot for row in rows]
-            self._graphs.replay(shown, Work.FORWARD)
+            adapters, places = self._adapters, self._books.adapter_places
+            self._graphs.replay(shown, Work.FORWARD, adapters is not None and adapters.send_decode(rows, places, shown))
         else:
             step = self._forms.mixed(rows)
+            if self._adapters is not None:
+                self._adapters.use_mixed(rows, self._books.adapter_places)
             sampling = [row.slot for row in rows if row.samples]
             slots = [sampling[index] for index in step.order]
             shown = len(slots)
@@ -181,6 +187,11 @@ class StagedGpuRunner(GpuRunner):
                 self.stage.collect(logits)
                 for work in (Work.DRAW, Work.ADJUST):
                     self._sampler.sample(logits, step.sampling_slots, step.sampling_lengths, work)
+            if self._adapters is not None:
+                self._adapters.profile_decode(size)
+                self._run_decode(size, Work.FORWARD, True)
+                if self._samples:
+                    self.stage.collect(self._logits[:size])
 
     def capture(self) -> None:
         """The graphs that are needed first; each launched once more, as a step of all ranks."""
@@ -202,12 +213,22 @@ class StagedStep:
     late: Sequence[int] = ()
     """No row of the next step goes on from this one's."""
 
-    def __init__(self, runner: StagedGpuRunner, plan: StepPlan, begun: _Begun, masks: TokenMasks | None) -> None:
+    def __init__(
+        self,
+        runner: StagedGpuRunner,
+        plan: StepPlan,
+        begun: _Begun,
+        masks: TokenMasks | None,
+        adapters: list[AdapterArrival],
+    ) -> None:
         self._runner, self._plan, self._begun, self._masks = runner, plan, begun, masks
+        self.adapters = adapters
+        """That this rank has since the plan before."""
 
     _result: StepResult | None = None
 
     def result(self) -> StepResult:
         if self._result is None:
-            self._result = self._runner.finish(self._plan, self._begun, self._masks)
+            found = self._runner.finish(self._plan, self._begun, self._masks)
+            self._result = msgspec.structs.replace(found, adapters=self.adapters)
         return self._result
