@@ -20,6 +20,7 @@ import pytest
 import torch
 import transformers
 from lora_adapters import merge, write_adapter
+from quantized_files import Format, fp8, write_quantized
 from tiny_gpu import Tiny, prompt, run, tokens_of
 
 from holdfast.checkpoints import match, open_checkpoint
@@ -47,9 +48,13 @@ Started = tuple[Tiny, EngineCore, EngineInfo]
 
 
 @contextmanager
-def started(folder: Path, staged: bool) -> Iterator[Started]:
+def started(folder: Path, staged: bool, made: Format | None = None, **more: Any) -> Iterator[Started]:
+    """`made`: how the model's matrices are quantized."""
     (folder / "model").mkdir()
     tiny = Tiny(folder / "model", architecture="Llama", num_hidden_layers=2 if staged else 1)
+    if made is not None:
+        write_quantized(tiny.folder, folder / "quantized", made)
+        tiny.folder = folder / "quantized"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(RANK_GPUS, "0,0")
         if staged:
@@ -59,15 +64,17 @@ def started(folder: Path, staged: bool) -> Iterator[Started]:
         config = EngineConfig(
             model=str(tiny.folder), device="cuda", dtype="float32", max_model_len=96, max_num_seqs=4,
             max_num_batched_tokens=16, kv_cache_memory_bytes=1 << 20, skip_tokenizer_init=True,
-            enable_lora=True, max_lora_rank=8,
             **{"pipeline_parallel_size" if staged else "tensor_parallel_size": 2},
+            **({"enable_lora": True, "max_lora_rank": 8} if made is None else {}), **more,
         )  # fmt: skip
         model = find_model(config, progress=False, text=False)
         gpu = NvidiaGpu(
             index=0, uuid="GPU-0", name="fake", total_bytes=fake_rank_gpus.TOTAL_BYTES,
             free_bytes=fake_rank_gpus.FREE_BYTES, capability=(9, 0),
         )  # fmt: skip
-        plan = make_gpu_plan(model.spec, match(model.spec, open_checkpoint(model.files)), config, [gpu], name="tiny")
+        dummy = config.load_format == "dummy"
+        stored = None if dummy else match(model.spec, open_checkpoint(model.files))
+        plan = make_gpu_plan(model.spec, stored, config, [gpu], name="tiny")
         core, info = _build_on_gpu(config, model, lambda *_: None, plan, None, None)
         yield tiny, core, info
         core.runner.close()
@@ -127,6 +134,25 @@ def test_two_processes_start_and_say_what_one_says(engine: Started, tmp_path: Pa
 def test_a_rank_that_is_killed_while_it_is_awaited_is_named(engine: Started) -> None:
     """The last test of this engine."""
     require_named(engine[1])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("staged", "more"), [(False, {}), (False, {"load_format": "dummy"}), (True, {"load_format": "dummy"})], ids=str
+)
+def test_rounded_weights_and_pages_in_fp8(staged: bool, more: dict[str, str], tmp_path: Path) -> None:
+    """As they are planned; all ranks find the scales of pages before the heaviest step."""
+    made = Format({"quant_method": "fp8", "activation_scheme": "dynamic"}, fp8(), "fp8")
+    with started(tmp_path, staged, made, kv_cache_dtype="fp8", **more) as (_, core, info):
+        rows = info.memory.ranks
+        assert [row.weights_bytes for row in rows] == [row.planned_weights_bytes for row in rows]
+        assert [one for one in info.decisions if one.startswith("kv_cache_scales = keys ")]
+        assert any("FP8" in one for one in info.decisions if one.startswith("weights")), info.decisions
+        prompts = [prompt(1, 18), prompt(2, 3)]
+        found = [tokens_of(outputs) for outputs in run(core, prompts, [GREEDY, GREEDY])]
+        again = [tokens_of(outputs) for outputs in run(core, prompts[:1], [GREEDY])]
+    assert [len(tokens) for tokens in found] == [4, 4]
+    assert again == found[:1]
 
 
 def require_adapted(tiny: Tiny, core: EngineCore, folder: Path) -> None:

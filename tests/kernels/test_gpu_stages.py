@@ -20,6 +20,7 @@ from tiny_gpu import Tiny, prompt, run, tokens_of, told_of
 
 from holdfast.engine.core import masks
 from holdfast.engine.core.loop import EngineCore
+from holdfast.execution import kv_scales
 from holdfast.execution.batch import RunnerLimits
 from holdfast.execution.parallel.gpu.stage import rank_before, rank_behind
 from holdfast.kvcache import KVCache
@@ -39,9 +40,11 @@ GEMMA = {"architecture": "Gemma3", "head_dim": 16, "sliding_window": 9, "num_hid
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
 
-def staged(tiny: Tiny, ends: list[int], each: int = 1, blocks: int = BLOCKS) -> tuple[EngineCore, GpuThreadStages]:
+def staged(
+    tiny: Tiny, ends: list[int], each: int = 1, blocks: int = BLOCKS, **more: Any
+) -> tuple[EngineCore, GpuThreadStages]:
     limits = RunnerLimits(max_num_seqs=SLOTS, max_num_batched_tokens=STEP, max_model_len=96)
-    ranks = GpuThreadStages(tiny, checkpoint_of(tiny), ends, each, limits, blocks)
+    ranks = GpuThreadStages(tiny, checkpoint_of(tiny), ends, each, limits, blocks, **more)
     scheduler = Scheduler(
         SchedulerLimits(
             max_num_seqs=SLOTS, max_num_batched_tokens=STEP, max_model_len=96, policy="fcfs",
@@ -76,6 +79,29 @@ def test_tokens_are_those_of_one_rank(settings: dict[str, Any], ends: list[int],
         assert bool(ranks.told) == (each > 1), "tokens go to other ranks of the first stage alone"
     finally:
         ranks.close()
+
+
+@pytest.mark.parametrize("each", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.usefixtures("few_programs")
+def test_each_stage_finds_the_scales_of_its_layers(each: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of keys and values in FP8: those that one rank finds for these layers, in steps that no rank samples in."""
+    monkeypatch.setattr(kv_scales, "SEQUENCES", 1)
+    monkeypatch.setattr(kv_scales, "TOKENS", 6)
+    tiny, stored = Tiny(tmp_path, **LLAMA), torch.float8_e4m3fn
+    one = tiny.core(CPU, gpu=True, kv_dtype=stored)
+    wanted: Any = one.runner
+    core, ranks = staged(tiny, [1, 2], each, kv_dtype=stored)
+    params = [SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)]
+    try:
+        found = [tokens_of(outputs) for outputs in run(core, [prompt(1, 6)], params)]
+        assert not any(line.lying for line in ranks.lines.values()), "nothing is left on the way"
+    finally:
+        ranks.close()
+    for place, runner in enumerate(ranks.runners):
+        layer = place // each
+        assert runner.kv_scales.keys == wanted.kv_scales.keys[layer : layer + 1]
+        assert runner.kv_scales.values == wanted.kv_scales.values[layer : layer + 1]
+    assert found == [tokens_of(outputs) for outputs in run(one, [prompt(1, 6)], params)]
 
 
 @pytest.mark.usefixtures("few_programs")

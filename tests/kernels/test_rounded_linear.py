@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
@@ -14,8 +15,9 @@ from holdfast.execution.gpu.layers import rounded_linear
 from holdfast.execution.gpu.layers.linear import Scratch, gpu_linear
 from holdfast.execution.gpu.layers.mlp import GatedGpuMlp, MlpBuffers
 from holdfast.execution.gpu.layers.rounded_linear import RoundedGpuLinear, RoundedWorkspace
-from holdfast.execution.layers.linear import DenseLinear, QuantizedLinear, StackedLinear
+from holdfast.execution.layers.linear import DenseLinear, DividedLinear, QuantizedLinear, StackedLinear
 from holdfast.execution.ops.reference import activate
+from holdfast.execution.triton_kernels.rounded.rounding import largest_of_parts
 from holdfast.execution.weights.decoder_weights import GatedWeights
 from holdfast.execution.weights.scaled_matrix import ScaledMatrix
 from holdfast.footprint.rounded import GROUP, workspace_bytes
@@ -130,6 +132,52 @@ def test_an_mlp_rounds_what_it_gated(name: str) -> None:
         before = stream.clone()
         mlp.add_normed(stream, norm, EPSILON, poisoned(rows, hidden))
         near(stream, before.double() + wanted, ROUNDED_AGAIN)
+
+
+def columns_of(whole: QuantizedLinear, first: int, last: int, bias: torch.Tensor | None) -> DividedLinear:
+    """As one rank has them."""
+    matrix = whole.matrix
+    assert isinstance(matrix, ScaledMatrix)
+    layout = replace(matrix.layout, static_inputs=True, divided_inputs=True)
+    part = ScaledMatrix(layout, matrix.rows, last - first, DEVICE)
+    part.codes.view(torch.int8).copy_(matrix.codes.view(torch.int8)[:, first:last])
+    part.scales.copy_(matrix.scales)
+    assert part.inputs is not None
+    part.inputs.fill_(1.0)
+    return DividedLinear(QuantizedLinear(part, TYPE), layout, bias)
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8"])
+def test_parts_of_rows_are_rounded_as_whole_rows(name: str) -> None:
+    """Each rank's by the largest of all, whoever has it; the bias is one's. Uneven parts, as three heads over two."""
+    torch.manual_seed(5)
+    whole, cut = quantized(LAYOUTS[name], 64, 384, bias=True), 256
+    parts = [columns_of(whole, 0, cut, whole.bias), columns_of(whole, cut, 384, None)]
+    for rows in (1, TOKENS, *((64, 128) if ON_GPU else ())):
+        x = torch.randn(rows, 384, device=DEVICE).to(TYPE)
+        x[0, 300] = 40.0  # That the first rank does not see.
+        shown = torch.zeros(rows, 2, device=DEVICE)
+        for rank, part in enumerate((x[:, :cut], x[:, cut:])):
+            own = torch.full_like(shown, float("nan"))
+            largest_of_parts(part, own, rank)
+            shown += own
+        assert torch.equal(shown, torch.stack([x[:, :cut].abs().amax(1), x[:, cut:].abs().amax(1)], 1).float())
+        scratch = Scratch(TYPE, DEVICE, TOKENS, largest=lambda _, found=shown: found)
+        first, second = (gpu_linear(part, scratch) for part in parts)
+        out = poisoned(rows, 64)
+        first.write(x[:, :cut], out)
+        second.add(x[:, cut:], out)
+        near(out, exact(whole, x))
+        assert first.kind != second.kind
+    with pytest.raises(EngineError, match="which other ranks have"):
+        gpu_linear(parts[0], Scratch(TYPE, DEVICE, TOKENS))
+
+
+def test_a_part_of_a_row_that_is_not_finite_makes_all_of_it_so() -> None:
+    x, found = torch.ones(2, 128, device=DEVICE).to(TYPE), torch.empty(2, 2, device=DEVICE)
+    x[0, 7] = float("nan")
+    largest_of_parts(x, found, 1)
+    assert found.tolist() == [[0.0, float("inf")], [0.0, 1.0]]
 
 
 @pytest.mark.parametrize(

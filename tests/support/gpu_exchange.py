@@ -205,6 +205,78 @@ def broadcasts(collectives: Any, rank: int, size: int, count: int) -> None:
         assert torch.equal(x.cpu(), told), f"{kind} x {count}: {x.cpu()[:8].tolist()}"
 
 
+def rounded_parts(collectives: Any, rank: int, size: int, rows: int, each: int) -> None:
+    """Products of one rank's columns whose inputs are rounded by rows: codes and scales are those of the whole row, to
+    the bit, in a graph with other inputs too, and products add up to the whole's."""
+    from dataclasses import replace
+
+    from holdfast.execution.gpu.layers.linear import DividedGpuLinear, Scratch, gpu_linear
+    from holdfast.execution.layers.linear import DividedLinear, QuantizedLinear
+    from holdfast.execution.parallel.gpu.share import GpuRankShare
+    from holdfast.execution.triton_kernels.rounded.rounding import round_rows
+    from holdfast.execution.weights.scaled_matrix import ScaledMatrix
+    from holdfast.footprint.scaled_layouts import ScaledLayout
+
+    device, kind, outputs, columns = torch.device("cuda", 0), torch.bfloat16, 128, each * size
+    layout, own = ScaledLayout(codes="fp8", inputs="fp8"), slice(rank * each, (rank + 1) * each)
+    whole = ScaledMatrix(layout, outputs, columns, device)
+    weight = (100 * numbers(50, outputs * columns, torch.float32)).clamp(-448, 448).view(outputs, columns)
+    whole.codes.copy_(weight.to(torch.float8_e4m3fn))
+    whole.scales.fill_(0.001)
+    divided = replace(layout, static_inputs=True, divided_inputs=True)
+    part = ScaledMatrix(divided, outputs, each, device)
+    part.codes.view(torch.uint8).copy_(whole.codes.view(torch.uint8)[:, own])
+    part.scales.copy_(whole.scales)
+    share = GpuRankShare(collectives, [(8 * one, 8 * one + 8) for one in range(size)], 4, rows, kind, device)
+    scratch = Scratch(kind, device, rows, largest=share.largest_of_parts)
+    linear = gpu_linear(DividedLinear(QuantizedLinear(part, kind), divided, None), scratch)
+    assert isinstance(linear, DividedGpuLinear)
+    alone, found = gpu_linear(QuantizedLinear(whole, kind), Scratch(kind, device, rows)), dict[str, torch.Tensor]()
+    inputs, out = (
+        torch.empty((rows, each), dtype=kind, device=device),
+        torch.empty((rows, outputs), dtype=kind, device=device),
+    )
+
+    def give(seed: int) -> torch.Tensor:
+        """The largest of each row is another rank's from row to row."""
+        x = numbers(60, rows * columns, kind, seed).view(rows, columns).cuda()
+        x[torch.arange(rows), torch.arange(rows) * each % columns] = 9.0 + seed
+        inputs.copy_(x[:, own])
+        return x
+
+    def step() -> None:
+        linear.write(inputs, out)
+        found["codes"], found["scales"] = scratch.rounded.inputs(rows, each, torch.float8_e4m3fn, grouped=False)
+        collectives.all_reduce(out)
+
+    def require(x: torch.Tensor, what: str) -> None:
+        torch.cuda.synchronize()
+        collectives.check()
+        codes = torch.empty((rows, columns), dtype=torch.float8_e4m3fn, device=device)
+        scales, wanted = torch.empty((rows, 1), device=device), torch.empty_like(out)
+        round_rows(x, codes, scales)
+        alone.write(x, wanted)
+        assert torch.equal(found["scales"], scales), f"{what}: scales"
+        assert torch.equal(found["codes"].view(torch.uint8), codes.view(torch.uint8)[:, own]), f"{what}: codes"
+        error = (out.double() - wanted.double()).norm(dim=1) / wanted.double().norm(dim=1)
+        assert bool((error < 0.01).all()), f"{what}: off by {float(error.max())}"
+
+    x = give(0)
+    step()
+    require(x, f"{rows} rows")
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        graph.capture_begin(capture_error_mode="thread_local")
+        step()
+        graph.capture_end()
+    torch.cuda.synchronize()
+    for seed in (1, 2):
+        x = give(seed)
+        graph.replay()
+        require(x, f"{rows} rows, replayed {seed} times")
+
+
 LINE_SLOT_BYTES = 1 << 20
 
 

@@ -21,6 +21,7 @@ from holdfast.engine.ranks.messages import AdapterSettled
 from holdfast.engine.ranks.runner import JoinedAdapters
 from holdfast.execution.batch import RunnerLimits
 from holdfast.execution.gpu.runner import GpuRunner
+from holdfast.execution.kv_pool import LARGEST
 from holdfast.execution.lora.slots import LoraLimits
 from holdfast.execution.parallel.gpu.share import GpuRankShare
 from holdfast.execution.parallel.segment import Segment, SegmentLayout
@@ -91,12 +92,14 @@ class GpuThreadRanks:
         limits: RunnerLimits,
         blocks: int,
         lora: LoraLimits | None = None,
+        *,
+        kv_dtype: torch.dtype = torch.float32,
         **loading: Any,
     ) -> None:
-        spec, layout = tiny.spec, tiny.layout()
+        spec, layout = tiny.spec, tiny.layout(kv_dtype.itemsize)
         self._asked, self._settled = [AskedPlaces() for _ in range(size)], list[tuple[int, AdapterSettled]]()
         self._adapters = JoinedAdapters(size, lambda wait_s: [self._settled.pop(0) for _ in range(len(self._settled))])
-        self.shards = divide(spec, match(spec, checkpoint()), size)
+        self.shards = divide(spec, match(spec, checkpoint()), size, quantize=loading.get("quantize"))
         shared, self._turn, self._failed = SegmentLayout(size, 4096), threading.Lock(), threading.Event()
         first, self.runners, self.collectives = Segment(shared), list[GpuRunner](), list[TurnCollectives]()
         self._pool = ThreadPoolExecutor(size)
@@ -119,11 +122,14 @@ class GpuThreadRanks:
                 turns, [one.vocab for one in self.shards], limits.max_num_seqs, limits.max_num_batched_tokens,
                 torch.float32, CPU,
             )  # fmt: skip
-            own_layout = replace(layout, kv_heads=own.kv_heads)
-            runner = GpuRunner(own, weights, own_layout, limits, CPU, share=share, lora=lora, whole=spec)
-            runner.back_kv(blocks)
+            pages = replace(layout, kv_heads=own.kv_heads)
+            runner = GpuRunner(own, weights, pages, limits, CPU, kv_dtype=kv_dtype, share=share, lora=lora, whole=spec)
             self.runners.append(runner)
             self.collectives.append(turns)
+        if kv_dtype in LARGEST:
+            self.together(lambda rank: self.runners[rank].calibrate_kv())
+        for runner in self.runners:
+            runner.back_kv(blocks)
 
     def _look(self, waited_s: float) -> None:
         if self._failed.is_set() or waited_s > DEADLINE_S:

@@ -23,6 +23,7 @@ from holdfast.engine.ranks.following import AskedPlaces
 from holdfast.engine.ranks.messages import AdapterSettled
 from holdfast.engine.ranks.runner import RankedRunner
 from holdfast.execution.batch import RunnerLimits
+from holdfast.execution.kv_pool import LARGEST
 from holdfast.execution.lora.slots import LoraLimits
 from holdfast.execution.parallel.gpu.share import GpuRankShare
 from holdfast.execution.parallel.gpu.stage import GpuStage, rank_before, rank_behind
@@ -99,6 +100,8 @@ class GpuThreadStages:
         limits: RunnerLimits,
         blocks: int,
         lora: LoraLimits | None = None,
+        *,
+        kv_dtype: torch.dtype = torch.float32,
     ) -> None:
         spec, count = tiny.spec, len(ends)
         firsts = [0, *ends[:-1]]
@@ -107,8 +110,9 @@ class GpuThreadStages:
             for index, (first, last) in enumerate(zip(firsts, ends, strict=True))
         ]
         shards = divide(spec, match(spec, checkpoint()), each) if each > 1 else (None,)
+        stored = "fp8" if kv_dtype in LARGEST else "float32"
         ranges = [(stage.first, stage.last) for stage in stages]
-        self.layout = kv_layout(spec, block_tokens=BLOCK_TOKENS, kv_dtype="float32", stages=ranges)
+        self.layout = kv_layout(spec, block_tokens=BLOCK_TOKENS, kv_dtype=stored, stages=ranges)
         self._turn, self._failures = threading.Lock(), list[BaseException]()
         segments = [self._segment(each) for _ in stages]
         self.lines = {rank: FakeLine() for rank in range(count * each) if rank_behind(rank, count, each) is not None}
@@ -134,8 +138,8 @@ class GpuThreadStages:
             )
             layout = self.layout.of_layers(stage.first, stage.last, own.kv_heads)
             runner = StagedGpuRunner(
-                own, weights, layout, limits, CPU, share=share, stage=GpuStage(rank, count, each, lines), lora=lora,
-                whole=spec,
+                own, weights, layout, limits, CPU, kv_dtype=kv_dtype, share=share,
+                stage=GpuStage(rank, count, each, lines), lora=lora, whole=spec,
             )  # fmt: skip
             runner.back_kv(blocks)
             self.runners.append(runner)
@@ -151,6 +155,9 @@ class GpuThreadStages:
         first: Any = _InTurn(self.runners[0], self._turn)
         group: Any = self
         self.ranked, self.most_under_way = RankedRunner(first, group), 0
+        if kv_dtype in LARGEST:
+            self.together(lambda runner: runner.calibrate_kv())
+            self._await_all()
 
     @staticmethod
     def _segment(each: int) -> Segment:
@@ -178,6 +185,14 @@ class GpuThreadStages:
             orders.put(work)
         with self._turn:
             return work(self.runners[0])
+
+    def _await_all(self) -> None:
+        """Until every rank has done what it was told: the interpreter is of one thread at a time."""
+        done = [threading.Event() for _ in self._orders]
+        for orders, event in zip(self._orders, done, strict=True):
+            orders.put(lambda _, ready=event: ready.set())
+        for event in done:
+            assert event.wait(DEADLINE_S), self._failures
 
     # What `RankedRunner` asks of a group.
 

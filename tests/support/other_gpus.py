@@ -50,7 +50,7 @@ from holdfast.execution.triton_kernels.quantized.vector_products import (
     vectors_of_codes,
 )
 from holdfast.execution.triton_kernels.rounded.products import rounded_product, scale_sums
-from holdfast.execution.triton_kernels.rounded.rounding import round_rows
+from holdfast.execution.triton_kernels.rounded.rounding import largest_of_parts, round_rows
 from holdfast.execution.triton_kernels.sampling import adjust
 from holdfast.execution.triton_kernels.sampling import launch as sampling
 from holdfast.execution.weights.gguf_blocks import QUANTIZED_LAYOUTS, QuantizedMatrix
@@ -232,6 +232,9 @@ def rounded_products(rows: int, kind: torch.dtype, dtype: torch.dtype) -> None:
         matrix = empty(outputs, inputs, dtype=kind)
         rounded_product(codes, x_scales, matrix, scales, out, parts, empty(99), grouped=group > 0, accumulate=True)
     scale_sums(out, empty(rows, 1, dtype=FP32), empty(outputs, 1, dtype=FP32), out)
+    of_ranks = empty(rows, 3, dtype=FP32)
+    largest_of_parts(x, of_ranks, 1)
+    round_rows(x, codes, empty(rows, 1, dtype=FP32), parts=of_ranks)
 
 
 def scaled_kernels(rows: int, layout: ScaledLayout, dtype: torch.dtype) -> None:

@@ -116,12 +116,12 @@ def line_memory_bytes(slot_bytes: int) -> int:
     return LINE_WORDS_BYTES + 2 * slot_bytes
 
 
-def beside_ranks_bytes(spec: ModelSpec, limits: Limits, vocab_rows: int, *, dtype: str) -> int:
-    """Of one rank of several, beside its activations: its sums before they are added up, its part of the logits, and
-    tokens as its rows of the vocabulary number them."""
+def beside_ranks_bytes(spec: ModelSpec, limits: Limits, vocab_rows: int, ranks: int, *, dtype: str) -> int:
+    """Of one rank of several, beside its activations: its sums before they are added up, its part of the logits,
+    tokens as its rows of the vocabulary number them, and the largest of each row of inputs on each of `ranks`."""
     tokens, size = limits.max_num_batched_tokens, ELEMENT_BYTES[dtype]
     apart = 0 if sums_apart(spec) else tokens * spec.hidden_size
-    return (apart + limits.max_num_seqs * vocab_rows) * size + 3 * tokens * 4
+    return (apart + limits.max_num_seqs * vocab_rows) * size + (3 + ranks) * tokens * 4
 
 
 def whole_lines(words: int) -> int:

@@ -3,6 +3,7 @@ loaded, by the rank that cannot be."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from holdfast.engine.startup.select_device import settle_device
 from holdfast.errors import ConfigurationError, DoesNotFitError
 from holdfast.execution.parallel.segment import SegmentLayout
 from holdfast.footprint.cpu import SLOT_PAGE_BYTES
+from holdfast.footprint.identity_key import Same
 from holdfast.footprint.lora import gpu_bytes, held_bytes
 from holdfast.hardware import Memory
 from holdfast.hardware.nvidia import NvidiaGpu, NvidiaMachine
@@ -25,6 +27,8 @@ from holdfast.models.stages import rank_spec
 from holdfast.planner.serve.gpu_plan import make_gpu_plan
 from holdfast.planner.serve.gpu_ranks import gpus_of_ranks, tightest
 from holdfast.planner.serve.host_memory import with_host_memory
+from holdfast.planner.sizing.engine_weights import EngineWeights
+from holdfast.planner.sizing.rank_shares import gpu_rank_shares
 from holdfast.units import GIB, MIB, format_bytes
 
 LLAMA: dict[str, Any] = {
@@ -228,13 +232,51 @@ def test_gpus_are_those_that_are_named_in_their_order() -> None:
     [
         ({"cpu_offload_gb": 4.0}, "cpu_offload_gb"),
         ({"kv_ram": 4 * GIB}, "kv_ram"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
     ],
 )
 def test_what_ranks_on_gpus_cannot_do_yet_is_refused(settings: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         planned([card(0), card(1)], **settings)
     assert (caught.value.code, caught.value.field) == (NOT_WITH_RANKS, field)
+
+
+FP8: dict[str, Any] = {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}
+
+
+@pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size"])
+@pytest.mark.parametrize(
+    ("more", "settings"),
+    [(FP8, {}), ({}, {"quantization": "fp8"}), ({}, {"quantization": "int4"}), ({}, {"kv_cache_dtype": "fp8"})],
+)
+def test_ranks_on_gpus_have_quantized_weights_and_pages(
+    size: str, more: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    """Each its part of the codes, and pages of half the size."""
+    spec, config = from_config(LLAMA | more), EngineConfig(device="cuda", load_format="dummy", **{size: 2}, **settings)
+    plan = make_gpu_plan(spec, None, config, [card(0), card(1)], name="llama")
+    plain = make_gpu_plan(SPEC, None, EngineConfig(device="cuda", **{size: 2}), [card(0), card(1)], name="llama")
+    page, whole = plan.engine.layout.page_bytes, plain.engine.layout.page_bytes
+    if "kv_cache_dtype" in settings:
+        assert page == whole // 2
+        assert plan.engine.rank_weights == plain.engine.rank_weights
+        return
+    assert page == whole
+    assert max(plan.engine.rank_weights) < 0.65 * max(plain.engine.rank_weights), "but for the vocabulary"
+    assert plan.terms["weights"] == max(plan.engine.rank_weights)
+
+
+def test_what_is_whole_on_a_gpu_while_it_is_cut_is_counted() -> None:
+    """The largest matrix of codes, with its scales."""
+    spec, codes = from_config(LLAMA | FP8), 14336 * 4096
+    shares = gpu_rank_shares(Same(EngineWeights(spec, None)), 2, dtype="bfloat16")
+    assert shares.gpu_staging_bytes(dtype="bfloat16") == codes + 14336 * 4
+    down = replace(spec, tensors=tuple(one for one in spec.tensors if one.name == "layers.0.down"))
+    shares = gpu_rank_shares(Same(EngineWeights(down, None)), 2, dtype="bfloat16")
+    assert shares.gpu_staging_bytes(dtype="bfloat16") == codes + 4096 * 4 + 4, "with one number for inputs"
+    plain = gpu_rank_shares(Same(EngineWeights(SPEC, None)), 2, dtype="bfloat16")
+    assert plain.gpu_staging_bytes(dtype="bfloat16") == 0, "its parts are read as they are"
+    alone = gpu_rank_shares(Same(EngineWeights(spec, None)), 1, 2, dtype="bfloat16")
+    assert alone.gpu_staging_bytes(dtype="bfloat16") == 0, "stages cut no matrix"
 
 
 @pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["tp", "pp"])

@@ -199,6 +199,7 @@ EXPERTS: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize(
     ("said", "settings", "refused"),
     [
@@ -210,10 +211,11 @@ EXPERTS: dict[str, Any] = {
     ],
 )
 def test_experts_that_round_whole_rows_are_refused(
-    said: dict[str, Any] | None, settings: dict[str, Any], refused: bool
+    said: dict[str, Any] | None, settings: dict[str, Any], refused: bool, device: str
 ) -> None:
     more = {} if said is None else {"quantization_config": {"quant_method": "fp8", **said}}
-    config, spec = EngineConfig(model="m", tensor_parallel_size=2, device="cpu", **settings), spec_of(**EXPERTS, **more)
+    config = EngineConfig(model="m", tensor_parallel_size=2, device=device, **settings)
+    spec = spec_of(**EXPERTS, **more)
     with pytest.raises(ConfigurationError, match="rounded by rows") if refused else contextlib.nullcontext():
         refuse_with_ranks(config, spec, None, compiled_kernels=True)
 

@@ -17,8 +17,8 @@ from holdfast.engine.process.protocol import pack_failure
 from holdfast.engine.ranks import messages
 from holdfast.engine.ranks.cpu import LoadedRank, load_rank, measured
 from holdfast.engine.ranks.following import AskedPlaces, Follower
+from holdfast.engine.ranks.together import scales_found
 from holdfast.engine.startup.build import find_model
-from holdfast.engine.startup.kv_scales import find_kv_scales
 from holdfast.errors import HoldfastError
 from holdfast.execution.parallel.rank_link import Meeting, RankLink
 from holdfast.execution.parallel.sockets.gloo import open_store
@@ -93,9 +93,7 @@ class CpuFollower(Follower):
             self._say(measured(self._member, runner.profile_run()))
             return True
         if isinstance(order, messages.FindScales):
-            find_kv_scales(self._config, self._files, runner)
-            scales = runner.kv_scales
-            self._say(messages.ScalesFound(list(scales.keys), list(scales.values)))
+            self._say(scales_found(self._config, self._files, runner))
             return True
         if isinstance(order, messages.BackKV):
             runner.back_kv(order.blocks, order.most_blocks)

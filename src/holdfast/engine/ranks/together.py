@@ -31,6 +31,7 @@ from holdfast.records import RankMemory
 
 if TYPE_CHECKING:
     from holdfast.engine.ranks.nodes.hub import NodeHub
+    from holdfast.execution.gpu.runner import GpuRunner
 
 Progress = Callable[[str, int, int], None]
 HUNG_S = 45.0
@@ -76,19 +77,9 @@ class LoadedRanks:
 
     def find_kv_scales(self, config: EngineConfig, files: ModelFiles) -> tuple[Decision, ...]:
         """Of all ranks alike; nothing where pages need none."""
-        if self.group is not None:
-            self.group.order(messages.FindScales())
-        found = find_kv_scales(config, files, self.runner)
         if self.group is None:
-            return found
-        others, stage = self.group.answers(messages.ScalesFound), self.group.link.stage
-        if stage is None:
-            return found
-        # One rank of each stage: all of its ranks have the same.
-        every = [self.runner.kv_scales, *others[stage.ranks_each - 1 :: stage.ranks_each]]
-        keys, values = ([scale for one in every for scale in getattr(one, part)] for part in ("keys", "values"))
-        said = KVScales(tuple(keys), tuple(values)).described()
-        return tuple(replace(decision, value=said) for decision in found)
+            return find_kv_scales(config, files, self.runner)
+        return find_scales_of_all(config, files, self.runner, self.group)
 
     def rows(self, spec: ModelSpec, plan: Plan, measured: Sequence[Measured]) -> list[RankMemory]:
         """What each rank has, where there are several."""
@@ -187,6 +178,29 @@ def load_ranks(
         group.close()
         raise
     return LoadedRanks(first, group)
+
+
+def find_scales_of_all(
+    config: EngineConfig, files: ModelFiles, runner: Runner | GpuRunner, group: RankGroup
+) -> tuple[Decision, ...]:
+    """Of FP8 pages, on every rank. `runner`: the first rank's."""
+    group.order(messages.FindScales())
+    found = find_kv_scales(config, files, runner)
+    others, stage = group.answers(messages.ScalesFound), group.link.stage
+    if stage is None:
+        return found
+    # One rank of each stage: all of its ranks have the same.
+    every = [runner.kv_scales, *others[stage.ranks_each - 1 :: stage.ranks_each]]
+    keys, values = ([scale for one in every for scale in getattr(one, part)] for part in ("keys", "values"))
+    said = KVScales(tuple(keys), tuple(values)).described()
+    return tuple(replace(decision, value=said) for decision in found)
+
+
+def scales_found(config: EngineConfig, files: ModelFiles, runner: Runner | GpuRunner) -> messages.ScalesFound:
+    """Of a rank that was told to find them with the others."""
+    find_kv_scales(config, files, runner)
+    scales = runner.kv_scales
+    return messages.ScalesFound(list(scales.keys), list(scales.values))
 
 
 def hung_s(config: EngineConfig) -> float:

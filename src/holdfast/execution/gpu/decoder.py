@@ -92,7 +92,7 @@ class GpuDecoder:
         """How pages hold keys and values: of float8 pages alone anything but as they are. Captured with graphs."""
         tokens = limits.max_num_batched_tokens
         self._rotaries, self._rotary_of = rotaries(spec, device, weights, limits.max_model_len)
-        self._most_tokens, self._most_sampling, self._alone = tokens, limits.max_num_seqs, False
+        self._most_tokens, self._most_sampling = tokens, limits.max_num_seqs
         self._query, self._kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         # As the weights' own type has it: models were trained with the rounded number.
         self._embedding_scale = float(torch.tensor(spec.decoder.embedding_scale, dtype=weights.dtype))
@@ -116,7 +116,8 @@ class GpuDecoder:
         spare = max(inner.gate_up, self._normed, key=torch.Tensor.numel)
         self.attention = GpuAttention(spec, layout, limits, slots, device, spare)
         expanded_to = inner.gate_up if expands_whole(device) else None
-        scratch = Scratch(weights.dtype, device, tokens, expanded_to, spec.activation)
+        largest = None if share is None else share.largest_of_parts
+        scratch = Scratch(weights.dtype, device, tokens, expanded_to, spec.activation, largest)
         self._embed, self._head = gpu_linear(weights.embed, scratch), gpu_linear(weights.head, scratch)
         self._scratch = scratch
         self._final_norm = weights.final_norm
@@ -285,7 +286,7 @@ class GpuDecoder:
 
     def _add_branch(self, norm: Norm | None, branch: torch.Tensor, stream: torch.Tensor) -> None:
         decoder = self.spec.decoder
-        if self._share is not None and not self._alone:
+        if self._share is not None and not self._share.alone:
             if norm is None and decoder.residual_scale == 1.0:
                 self._share.collectives.add_reduced(branch, stream)
                 return
@@ -321,7 +322,7 @@ class GpuDecoder:
         else:
             part = self._share.own_logits(len(chosen))
             self._write_normed(self._head, self._final_norm, chosen, normed, part)
-            if not self._alone:
+            if not self._share.alone:
                 self._share.gather_logits(part, out)
             if not self._share.samples:
                 return
@@ -331,11 +332,14 @@ class GpuDecoder:
     def load_products(self, logits: torch.Tensor) -> None:
         """Multiplies once in every size that a step may be padded to, so that the code of all products is loaded.
         Layers whose matrices are kept alike have the same products. Each rank by itself: another's may be others."""
-        self._alone = True
+        if self._share is None:
+            self._load_products(logits)
+            return
+        self._share.alone = True
         try:
             self._load_products(logits)
         finally:
-            self._alone = False
+            self._share.alone = False
 
     def _load_products(self, logits: torch.Tensor) -> None:
         alike = {layer.kind: layer for layer in self._layers}

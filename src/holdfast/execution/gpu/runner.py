@@ -228,7 +228,13 @@ class GpuRunner(MovableWeights, PageTiers):
         try:
             pages.resize(trial.blocks)
             trial.run(self)
-            self.use_kv_scales(trial.scales(pages.pages, self.kv_dtype, self.decoder.frequencies()))
+            with self._here():
+                found = trial.scales(pages.pages, self.kv_dtype, self.decoder.frequencies())
+                if self._share is not None:  # A layer has the same on all ranks, as it has on one: that of its largest.
+                    layers = len(found.keys)
+                    largest = self._share.largest([*found.keys, *found.values])
+                    found = found.widened(largest[:layers], largest[layers:])
+            self.use_kv_scales(found)
         finally:
             self._kv = kept
             self._books.known[:] = 0

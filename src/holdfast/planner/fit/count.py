@@ -207,6 +207,7 @@ def _engine_share(question: Question, device: Device, limits: Limits, held: int)
         # The first place has most; of stages all layers, any of which may be the widest.
         spec = rank_spec(spec, None, shares.shards[0] if shares.shards else None)
         ranked, adapted = shares.gpu_terms(limits, dtype=dtype), tuple(one.spec for one in shares.weights)
+        largest = max(largest, shares.gpu_staging_bytes(dtype=dtype))
     found = byte_terms.engine_gpu_terms(
         spec,
         limits,

@@ -11,7 +11,6 @@ from dataclasses import replace
 from holdfast.checkpoints import Packing, StoredTensor, packing_of
 from holdfast.config import EngineConfig
 from holdfast.config.parts.offload import offload_request
-from holdfast.config.parts.quantization import MADE_WHILE_LOADING
 from holdfast.config.unsupported import NOT_WITH_RANKS
 from holdfast.errors import ConfigurationError
 from holdfast.footprint.gpu import MOST_EXCHANGE_RANKS
@@ -110,26 +109,12 @@ def _of_gpus(config: EngineConfig, spec: ModelSpec, stored: Mapping[str, StoredT
     if divided and spec.decoder.query_key_norm == "whole":
         reason = "this model norms the queries of all heads together, which ranks on GPUs do not yet"
         yield "tensor_parallel_size", reason, ONE_RANK
-    if config.asked_quantization in MADE_WHILE_LOADING and spec.quantization is None:
-        reason = "weights are not quantized while several ranks load them to GPUs yet"
-        yield "quantization", reason, f"leave --quantization out, or {ONE_RANK}"
-    if spec.quantization is not None and config.load_format == "dummy":
-        yield "load_format", "dummies of a quantized model are not divided among ranks on GPUs", ONE_RANK
     packings = [_packing(tensor, spec, stored) for tensor in spec.tensors]
-    if divided and any(one is not None and one.inputs != "plain" for one in packings):
-        reason = "products of these weights round their inputs, which ranks on GPUs would do each by its own part"
-        yield "tensor_parallel_size", reason, ONE_RANK
     if divided and any(one is not None and one.act_order for one in packings):
         reason = (
             "the columns of these weights have an order of their own (act-order), which ranks on GPUs do not gather yet"
         )
         yield "tensor_parallel_size", reason, f"--device cpu, or {ONE_RANK}"
-    reason = "scales of a KV cache in FP8{} are not found by ranks on GPUs yet"
-    if config.kv_cache_dtype.startswith("fp8"):
-        yield "kv_cache_dtype", reason.format(""), f"leave --kv-cache-dtype out, or {ONE_RANK}"
-    if spec.kv_cache_fp8 and config.kv_cache_dtype == "auto":
-        asked = reason.format(", which this checkpoint asks for,")
-        yield "kv_cache_dtype", asked, f"--kv-cache-dtype bfloat16, or {ONE_RANK}"
     offload = offload_request(config)
     if offload.by_hand or offload.experts_by_hand:
         reason = "layers and experts that wait in RAM are not divided among ranks yet"

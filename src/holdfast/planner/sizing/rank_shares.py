@@ -114,7 +114,8 @@ class RankShares:
         exchange = 0
         if self.shards:
             exchange += gpu.exchange_memory_bytes(self.gpu_slot_bytes(limits, dtype=dtype))
-            exchange += gpu.beside_ranks_bytes(self.spec, limits, self.shards[0].vocab_rows, dtype=dtype)
+            vocab, ranks = self.shards[0].vocab_rows, len(self.shards)
+            exchange += gpu.beside_ranks_bytes(self.spec, limits, vocab, ranks, dtype=dtype)
         if self.stages:
             slots = self.stream_bytes(limits, dtype=dtype), self.gpu_answer_bytes(limits, dtype=dtype)
             exchange += gpu.line_memory_bytes(max(slots))
@@ -144,6 +145,11 @@ class RankShares:
             (alone,) = self.weights
             return (cpu.staging_bytes(alone.stored) + alone.quantizing_bytes,)
         return tuple(_staging_bytes(Same(one), dtype, expand, compiled) for one in self.weights)
+
+    def gpu_staging_bytes(self, *, dtype: str) -> int:
+        """On the GPU of a rank, beside its weights in place while it loads: matrices of codes are whole there for a
+        moment, because formats have their own orders of codes and scales of whole rows."""
+        return max(_whole_bytes(Same(one), dtype) for one in self.weights)
 
     def slot_bytes(self, limits: Limits, *, dtype: str) -> int:
         """Of what one rank shows the others of its stage; 0: there are no other ranks."""
@@ -244,6 +250,27 @@ def _staging_bytes(weights: Same[EngineWeights], dtype: str, expand: bool, compi
             )
             most = max(most, _staged_bytes(tensor, kept, layout, dtype))
     return cpu.STAGING_BYTES + most + one.quantizing_bytes
+
+
+@lru_cache(maxsize=256)
+def _whole_bytes(weights: Same[EngineWeights], dtype: str) -> int:
+    one, most = weights.held, 0
+    for tensor in one.spec.tensors:
+        kept = None if one.stored is None else one.stored.get(tensor.name)
+        if tensor.cut is None or (kept is None and one.stored is not None):
+            continue
+        layout = memory_layout(
+            tensor,
+            kept,
+            dtype=dtype,
+            expand=False,
+            compiled=False,
+            quantization=one.spec.quantization,
+            quantize=one.quantize,
+        )
+        if isinstance(layout, ScaledLayout):
+            most = max(most, _staged_bytes(tensor, kept, layout, dtype))
+    return most + one.quantizing_bytes
 
 
 def _staged_bytes(tensor: TensorSpec, kept: StoredTensor | None, layout: str | ScaledLayout, dtype: str) -> int:

@@ -7,6 +7,7 @@ from holdfast.engine.process.fault_injection import lack_memory
 from holdfast.engine.ranks import messages
 from holdfast.engine.ranks.following import AskedPlaces, Follower
 from holdfast.engine.ranks.gpu.rank import START_LIMIT_S, OpenedGpu, load_gpu_rank, profile_gpu_rank
+from holdfast.engine.ranks.together import scales_found
 from holdfast.engine.startup.build import find_model
 from holdfast.errors import EngineDiedError, EngineError
 from holdfast.execution.gpu.memory.oom import is_shortage
@@ -20,7 +21,7 @@ NO_MEMORY = "HF447"
 class GpuFollower(Follower):
     def _load(self, start: messages.StartRank) -> None:
         config = EngineConfig(**start.config)  # type: ignore[arg-type]
-        self._plan = start.plan
+        self._config, self._plan = config, start.plan
         self._ready, self._asked = False, AskedPlaces()
         opened = OpenedGpu(config, start.plan, start.rank)
         self._say(messages.RankOpened(opened.handle, opened.against))
@@ -31,6 +32,7 @@ class GpuFollower(Follower):
         store = None if start.store_port is None else open_store(start.store_port, start.size)
         joined = opened.join(store, told.against, START_LIMIT_S)
         model = find_model(config, progress=False, text=False)
+        self._files = model.files
         self._member = load_gpu_rank(config, model.files, model.spec, start.plan, opened, joined, self._say_loading)
         self._say(messages.RankLoaded(self._member.runner.weights_bytes))
         self._ready = True
@@ -68,6 +70,9 @@ class GpuFollower(Follower):
             return False
         if isinstance(order, messages.ProfileStep):
             self._say(profile_gpu_rank(self._member, self._plan))
+            return True
+        if isinstance(order, messages.FindScales):
+            self._say(scales_found(self._config, self._files, runner))
             return True
         if isinstance(order, messages.BackKV):
             runner.back_kv(order.blocks)

@@ -17,7 +17,7 @@ from holdfast.engine.ranks.gpu.rank import START_LIMIT_S, GpuRank, OpenedGpu, lo
 from holdfast.engine.ranks.gpu.runner import RankedGpuRunner
 from holdfast.engine.ranks.group import RankGroup
 from holdfast.engine.ranks.messages import Measured
-from holdfast.engine.ranks.together import hung_s
+from holdfast.engine.ranks.together import find_scales_of_all, hung_s
 from holdfast.engine.startup.build_gpu import report_of, taken_terms
 from holdfast.errors import UnsupportedOptionError
 from holdfast.execution.gpu.memory.accounting import GpuMemory
@@ -83,12 +83,13 @@ def build_gpu_ranks(
     try:
         first = _load_all(config, files, spec, plan, progress, group, beat)
         progress("profile_run", 0, 0)
+        scales = find_scales_of_all(config, files, first.runner, group)
         group.order(messages.ProfileStep())
         own = profile_gpu_rank(first, plan)
         measured = [own, *group.answers(Measured)]
         uuids = [gpu.uuid for gpu in plan.engine.rank_gpus]
         decisions = exchange_decisions(first.joined, first.against, uuids)
-        plan = _settled(replace(plan, decisions=(*plan.decisions, *decisions)), measured)
+        plan = _settled(replace(plan, decisions=(*plan.decisions, *scales, *decisions)), measured)
         group.order(messages.BackKV(plan.engine.blocks))
         first.runner.back_kv(plan.engine.blocks)
         group.answers(messages.Done)

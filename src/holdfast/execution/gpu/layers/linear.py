@@ -12,8 +12,13 @@ import torch
 from holdfast.errors import EngineError
 from holdfast.execution.gpu.layers.prefill_kernel import GATED_ROWS, HOPPER, choose_gated_product
 from holdfast.execution.gpu.layers.quantized_linear import QuantizedGpuLinear, QuantizedWorkspace, arrange_matrix
-from holdfast.execution.gpu.layers.rounded_linear import RoundedGpuLinear, RoundedWorkspace, rounds_inputs
-from holdfast.execution.layers.linear import DenseLinear, Linear, QuantizedLinear, StackedLinear
+from holdfast.execution.gpu.layers.rounded_linear import (
+    LargestOfParts,
+    RoundedGpuLinear,
+    RoundedWorkspace,
+    rounds_inputs,
+)
+from holdfast.execution.layers.linear import DenseLinear, DividedLinear, Linear, QuantizedLinear, StackedLinear
 from holdfast.execution.ops.interface import Activation
 from holdfast.execution.triton_kernels import layer as kernels
 from holdfast.execution.triton_kernels.quantized import products
@@ -23,7 +28,7 @@ from holdfast.footprint.gpu import LARGE_BYTES, SKINNY_ROWS
 class Scratch:
     """What all products share, one after the other on one stream. `tokens`: the most of a step. `spare`: a buffer
     that products and attention write to, and whose content none needs that does not get it. `activation` of the
-    model."""
+    model. `largest`: asks the other ranks for what they have of the same rows; None: there are none."""
 
     def __init__(
         self,
@@ -32,7 +37,9 @@ class Scratch:
         tokens: int = 0,
         spare: torch.Tensor | None = None,
         activation: Activation = "silu",
+        largest: LargestOfParts | None = None,
     ) -> None:
+        self.largest = largest
         self.quantized = QuantizedWorkspace(dtype, device, spare, activation)
         self.rounded = RoundedWorkspace(tokens, dtype, device, activation)
 
@@ -78,7 +85,20 @@ def gpu_linear(linear: Linear, scratch: Scratch) -> GpuLinear:
         return QuantizedGpuLinear(linear, scratch.quantized)
     if isinstance(linear, StackedLinear):
         return StackedGpuLinear(linear, scratch)
+    if isinstance(linear, DividedLinear) and isinstance(linear.base, QuantizedLinear):
+        return _divided(linear, linear.base, scratch)
     raise EngineError(f"a {type(linear).__name__} has no products on a GPU")
+
+
+def _divided(linear: DividedLinear, base: QuantizedLinear, scratch: Scratch) -> GpuLinear:
+    """One rank's columns of a matrix whose inputs have one scale for all of a row. Sums are scaled where they are made,
+    so that the bias is added there."""
+    whole = QuantizedLinear(base.matrix, scratch.rounded.dtype, linear.bias)
+    if not rounds_inputs(base.matrix):
+        return QuantizedGpuLinear(whole, scratch.quantized)
+    if scratch.largest is None:
+        raise EngineError("a part of a row of inputs is rounded with the scale of all of it, which other ranks have")
+    return DividedGpuLinear(whole, scratch.rounded, scratch.largest)
 
 
 def arrange(linear: Linear, dtype: torch.dtype, device: torch.device) -> None:
@@ -182,6 +202,23 @@ class DenseGpuLinear(_Plain):
 
     def embed(self, tokens: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> None:
         kernels.embed(tokens, slots, positions, self.weight, out)
+
+
+class DividedGpuLinear(_Plain):
+    """Inputs are normed and gated before ranks ask one another for the largest of each row."""
+
+    def __init__(self, linear: QuantizedLinear, workspace: RoundedWorkspace, largest: LargestOfParts) -> None:
+        self._product = RoundedGpuLinear(linear, workspace, largest)
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        return "divided", *self._product.kind
+
+    def write(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        self._product.write(x, out)
+
+    def add(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        self._product.add(x, out)
 
 
 class StackedGpuLinear(_Plain):

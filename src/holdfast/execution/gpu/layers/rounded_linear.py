@@ -9,6 +9,8 @@ How inputs are rounded is told in `triton_kernels.rounded.rounding`. Knows nothi
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from holdfast.errors import EngineError
@@ -100,18 +102,30 @@ class RoundedWorkspace:
         return self._sums[: rows * outputs].view(rows, outputs)
 
 
+LargestOfParts = Callable[[torch.Tensor], torch.Tensor]
+"""Of one rank's part [rows, columns] of rows, the largest sizes that each rank has in its part of them: float32 [rows,
+ranks], the same on all ranks."""
+
+
 class RoundedGpuLinear:
-    def __init__(self, linear: QuantizedLinear, workspace: RoundedWorkspace) -> None:
+    """`largest`: where it has one rank's columns of a matrix whose inputs have one scale for all of a row, which ranks
+    find together before they round. Its products are those of few rows and more, for one row too: the kernel for one
+    rounds by what it has itself."""
+
+    def __init__(
+        self, linear: QuantizedLinear, workspace: RoundedWorkspace, largest: LargestOfParts | None = None
+    ) -> None:
         matrix = linear.matrix
         if not isinstance(matrix, ScaledMatrix):
             raise EngineError(f"a matrix in {matrix.layout} has no products with rounded inputs")
         _check(matrix)
         self._matrix, self.bias, self._workspace = matrix, linear.bias, workspace
-        self._codes, self._scales, self._static = matrix.codes, matrix.scales, matrix.inputs
+        self._codes, self._scales, self._largest = matrix.codes, matrix.scales, largest
+        self._static = matrix.inputs if largest is None else None
         self._turned, self._scales_turned = matrix.codes.t(), matrix.scales.t()
         self._grouped = matrix.layout.group == GROUP
         self._library = workspace.library_takes(matrix)
-        self._row = workspace.rows.make(matrix, workspace.dtype)
+        self._row = workspace.rows.make(matrix, workspace.dtype) if largest is None else None
         workspace.make_room(matrix.columns)
 
     @property
@@ -175,8 +189,9 @@ class RoundedGpuLinear:
         activation: Activation | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         codes, scales = self._workspace.inputs(len(x), self._matrix.columns, self._codes.dtype, grouped=self._grouped)
+        parts = None if self._largest is None else self._largest(x)
         round_rows(
-            x, codes, scales, norm=norm, epsilon=epsilon, activation=activation, static=self._static,
+            x, codes, scales, norm=norm, epsilon=epsilon, activation=activation, static=self._static, parts=parts,
             grouped=self._grouped, bound=self._matrix.layout.input_bound, powers=self._matrix.layout.input_powers,
         )  # fmt: skip
         return codes, scales

@@ -1,5 +1,6 @@
-"""What one rank of several does on its GPU with its part of the vocabulary, and how sampled tokens reach the others: on
-the device, so that steps are launched ahead of the host and captured in graphs.
+"""What one rank of several does on its GPU with its part of the vocabulary, how sampled tokens reach the others, and
+what ranks tell each other of rows that they have a part of: on the device, so that steps are launched ahead of the host
+and captured in graphs.
 
 Rank 0 has all logits and samples; the others learn the tokens, which the next step of every rank begins with.
 """
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from holdfast.execution.triton_kernels.rounded.rounding import largest_of_parts
 from holdfast.execution.triton_kernels.sampling.rank_tokens import own_rows, put_tokens
 
 if TYPE_CHECKING:
@@ -38,6 +40,10 @@ class GpuRankShare:
         self._ids = torch.empty((1, tokens), dtype=torch.int32, device=device)
         self._no_slot = torch.zeros(tokens, dtype=torch.int32, device=device)
         self._places = torch.arange(tokens, dtype=torch.int32, device=device)
+        self._largest = torch.empty(tokens * collectives.size, dtype=torch.float32, device=device)
+        self.alone = False
+        """While it is set nothing is asked of other ranks, and what layers compute means nothing: products are only
+        launched, to load their code."""
 
     @property
     def samples(self) -> bool:
@@ -45,7 +51,7 @@ class GpuRankShare:
 
     @property
     def nbytes(self) -> int:
-        return self._logits.nbytes + 3 * self._no_slot.nbytes
+        return self._logits.nbytes + 3 * self._no_slot.nbytes + self._largest.nbytes
 
     def embed(
         self,
@@ -60,6 +66,25 @@ class GpuRankShare:
         own_rows(tokens, slots, positions, self._first, self._ids[0, :count])
         embedding.embed(self._ids, self._no_slot[:count], self._places[:count], out)
         self.collectives.all_reduce(out)
+
+    def largest_of_parts(self, x: torch.Tensor) -> torch.Tensor:
+        """Of rows of which x [rows, columns] is this rank's part: the largest size of a number in each rank's part,
+        [rows, ranks], until the next such call."""
+        size = self.collectives.size
+        found = self._largest[: len(x) * size].view(len(x), size)
+        largest_of_parts(x, found, self.collectives.rank)
+        if not self.alone:
+            self.collectives.all_reduce(found)
+        return found
+
+    def largest(self, numbers: Sequence[float]) -> list[float]:
+        """Of each of these, which are float32, the largest that any rank has. Waits for them."""
+        found = torch.zeros((self.collectives.size, len(numbers)), dtype=torch.float32, device=self._ids.device)
+        found[self.collectives.rank] = torch.tensor(numbers, dtype=torch.float32)
+        self.collectives.all_reduce(found)
+        told = [float(number) for number in found.amax(0).tolist()]
+        self.collectives.check()
+        return told
 
     def own_logits(self, rows: int) -> torch.Tensor:
         """[rows, this rank's part of the vocabulary], in the buffer of the next such call."""

@@ -3,6 +3,7 @@
 
     scale = max |x| / most       of the row, or of each 128 columns of it; most: 448 of float8_e4m3fn, 127 of int8; at
                                  least 1e-12, so that zeros stay zeros. Or the checkpoint's own scale
+                                 max |x| of all parts, where each of several ranks has a part of the row
                                  max |x| no larger than BOUND, where the format has one; POWERS: the scale is the next
                                  power of two above
     code  = x / scale            clamped to what codes can say (-128 of int8 too), rounded to nearest, ties to even
@@ -96,11 +97,13 @@ def normed(x, weight, factor):
 
 @triton.jit
 def _round_rows(
-    x, norm, static, codes, scales, x_stride, codes_stride, scale_row, scale_group, epsilon,
+    x, norm, static, parts, codes, scales, x_stride, codes_stride, scale_row, scale_group, epsilon,
     COLUMNS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr,
-    STATIC: tl.constexpr, FP8: tl.constexpr, BOUND: tl.constexpr, POWERS: tl.constexpr, EARLY: tl.constexpr,
+    STATIC: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr, FP8: tl.constexpr, BOUND: tl.constexpr,
+    POWERS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A row as [GROUPS, WIDTH], each group with a scale of its own."""
+    """A row as [GROUPS, WIDTH], each group with a scale of its own. PARTS: how many ranks have a part of it; 0: x has
+    all of it."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
     column = group[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -117,7 +120,12 @@ def _round_rows(
         up = tl.load(line + COLUMNS + column, mask=inside, other=0.0).to(tl.float32)
         activated = activate(wide, ACTIVATION).to(kept.dtype).to(tl.float32)
         wide = (activated * up).to(kept.dtype).to(tl.float32)
-    largest = tl.max(magnitude(wide), 1)
+    if PARTS > 0:
+        part = tl.arange(0, PADDED)
+        shown = tl.load(parts + row * PARTS + part, mask=part < PARTS, other=0.0)
+        largest = tl.max(shown[None, :], 1)
+    else:
+        largest = tl.max(magnitude(wide), 1)
     if STATIC:
         # inf - inf: a row that is not finite stays so.
         scale = tl.load(static) + (largest - largest)
@@ -142,6 +150,7 @@ def round_rows(
     epsilon: float = 0.0,
     activation: Literal["silu", "gelu", "gelu_tanh"] | None = None,
     static: torch.Tensor | None = None,
+    parts: torch.Tensor | None = None,
     grouped: bool = False,
     bound: float = 0.0,
     powers: bool = False,
@@ -149,19 +158,46 @@ def round_rows(
     """codes [rows, columns] of x, of its rms_norm, or of activation(gate)·up where x is gate beside up.
 
     scales: float32 [rows, 1], or grouped [rows, columns / 128], in any strides; static [1]: the scale to take, which is
-    written too. `bound`, `powers`: as a layout's `input_bound` and `input_powers`.
+    written too. `parts`: as `largest_of_parts` finds them, where x is one rank's part of rows that have one scale.
+    `bound`, `powers`: as a layout's `input_bound` and `input_powers`.
     """
     rows, columns = codes.shape
     if rows == 0:
         return
     groups = triton.next_power_of_2(columns // GROUP) if grouped else 1
     width, early = GROUP if grouped else triton.next_power_of_2(columns), starts_early()
+    count = 0 if parts is None else parts.shape[1]
     _round_rows[(rows,)](
-        x, x if norm is None else norm, scales if static is None else static, codes, scales, x.stride(0),
-        codes.stride(0), scales.stride(0), scales.stride(1), epsilon, COLUMNS=columns, GROUPS=groups, WIDTH=width,
-        NORM=norm is not None, ACTIVATION=NO_GATE if activation is None else activation_code(activation),
-        STATIC=static is not None, FP8=codes.dtype == torch.float8_e4m3fn, BOUND=bound, POWERS=powers, EARLY=early,
-        num_warps=_warps(rows, columns, activation is not None), launch_pdl=early,
+        x, x if norm is None else norm, scales if static is None else static, scales if parts is None else parts,
+        codes, scales, x.stride(0), codes.stride(0), scales.stride(0), scales.stride(1), epsilon, COLUMNS=columns,
+        GROUPS=groups, WIDTH=width, NORM=norm is not None,
+        ACTIVATION=NO_GATE if activation is None else activation_code(activation), STATIC=static is not None,
+        PARTS=count, PADDED=triton.next_power_of_2(max(1, count)), FP8=codes.dtype == torch.float8_e4m3fn,
+        BOUND=bound, POWERS=powers, EARLY=early, num_warps=_warps(rows, columns, activation is not None),
+        launch_pdl=early,
+    )  # fmt: skip
+
+
+@triton.jit
+def _largest_of_parts(
+    x, found, x_stride, rank, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    column, part = tl.arange(0, WIDTH), tl.arange(0, PADDED)
+    kept = tl.load(x + row * x_stride + column, mask=column < COLUMNS, other=0.0).to(tl.float32)
+    largest = tl.max(magnitude(kept), 0)
+    tl.store(found + row * PARTS + part, tl.where(part == rank, largest, 0.0), mask=part < PARTS)
+
+
+def largest_of_parts(x: torch.Tensor, found: torch.Tensor, rank: int) -> None:
+    """found [rows, ranks], contiguous: of each row the largest size of a number, where this rank has its own, and zeros
+    elsewhere. The sum over ranks has that of each, and not a bit of it is changed."""
+    rows, columns = x.shape
+    if rows == 0:
+        return
+    _largest_of_parts[(rows,)](
+        x, found, x.stride(0), rank, COLUMNS=columns, WIDTH=triton.next_power_of_2(columns), PARTS=found.shape[1],
+        PADDED=triton.next_power_of_2(found.shape[1]), num_warps=_warps(rows, columns, False),
     )  # fmt: skip
 
 
