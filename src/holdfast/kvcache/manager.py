@@ -26,7 +26,7 @@ from holdfast.kvcache.audit import check_books
 from holdfast.kvcache.groups import KVLayout
 from holdfast.kvcache.pool import NULL_PAGE, Block, BlockPool, Tier
 from holdfast.kvcache.prefix import PrefixIndex, chain_hash, root_hash
-from holdfast.kvcache.tier_records import Fetch, FoundBelow, StoredPages, TierLimits
+from holdfast.kvcache.tier_records import Fetch, FoundBelow, StepSize, StoredPages, TierLimits
 from holdfast.kvcache.tiers import LowerTiers
 from holdfast.records.steps import BlockCopy
 
@@ -250,18 +250,25 @@ class KVCache:
         book.fetch = fetch
 
     def plan_copies(
-        self, running: Iterable[tuple[SequenceBlocks, bool]], step_tokens: int = 0, *, saves_only: bool = False
+        self,
+        running: Iterable[tuple[SequenceBlocks, bool]],
+        step_tokens: int = 0,
+        *,
+        awaited: bool = False,
+        saves_only: bool = False,
     ) -> list[BlockCopy]:
         """Between tiers, for the plan that is being made, which has so many tokens. `running`: the youngest first, and
-        whether it is worth it to save what each holds."""
+        whether it is worth it to save what each holds. `awaited`: nothing is computed until the plan has been made."""
         if self.tiers is None:
             return []
         pages = (
             ([page for table in book.tables for page in table if page != NULL_PAGE], worth) for book, worth in running
         )
+        filled = self.layout.blocks_for(step_tokens) * len(self.layout.groups) if step_tokens else 0
+        step = StepSize(step_tokens, filled, awaited and step_tokens > 0)
         if saves_only:
-            return self.tiers.plan_saves(pages, self.applied_step, step_tokens, ahead=False)
-        return self.tiers.plan(pages, self.applied_step, step_tokens)
+            return self.tiers.plan_saves(pages, self.applied_step, step, ahead=False)
+        return self.tiers.plan(pages, self.applied_step, step)
 
     def end_copies(self, finished: Iterable[int], failed: Iterable[int], host_pages: int = 0) -> bool:
         """These are over. `host_pages`: of RAM that may be used by now, if there are more. Says whether anything

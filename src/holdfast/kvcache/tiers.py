@@ -21,7 +21,7 @@ from itertools import islice
 from holdfast.kvcache.host_pages import HostPages, Key
 from holdfast.kvcache.pool import NULL_PAGE, Block, BlockPool, BlockState, Tier
 from holdfast.kvcache.prefix import PrefixIndex
-from holdfast.kvcache.tier_records import Fetch, FoundBelow, StoredPages, TierLimits
+from holdfast.kvcache.tier_records import Fetch, FoundBelow, StepSize, StoredPages, TierLimits
 from holdfast.records.steps import BlockCopy
 
 SAVED_AHEAD = 2
@@ -29,6 +29,7 @@ SAVED_AHEAD = 2
 whom there will be no room."""
 RunningPages = tuple[Sequence[int], bool]
 """Of one that runs, and whether saving them is worth it."""
+_NO_ROWS = StepSize()
 WRITES_QUEUED = 8192
 """Pages that wait to be written to disk; more are not remembered."""
 
@@ -109,10 +110,10 @@ class LowerTiers:
     def most_storing(self) -> int:
         return min(self.limits.most_storing, max(1, int(self._pool.total * self.limits.storing_share)))
 
-    def _stores_a_plan(self, step_tokens: int) -> int:
-        """Pages that a plan with so many tokens may begin to store: as many as it fills at least, so that those that
-        are kept spare last. Where nobody computes, or the pool shall shrink, as many as may be on their way."""
-        return self.limits.stores_a_plan + step_tokens if step_tokens and not self.spare_wanted else self.most_storing
+    def _stores_a_plan(self, step: StepSize) -> int:
+        """Pages that a plan may begin to store: as many as it fills at least, so that those that are kept spare last.
+        Where nobody computes, or the pool shall shrink, as many as may be on their way."""
+        return self.limits.stores_a_plan + step.pages if step.tokens and not self.spare_wanted else self.most_storing
 
     @property
     def spare_pages(self) -> int:
@@ -282,18 +283,20 @@ class LowerTiers:
         self.spare_wanted, self._owed = pages, True
 
     def plan_saves(
-        self, running: Iterable[RunningPages], applied_step: int, step_tokens: int = 0, *, ahead: bool = True
+        self, running: Iterable[RunningPages], applied_step: int, step: StepSize = _NO_ROWS, *, ahead: bool = True
     ) -> list[BlockCopy]:
         """To RAM: idle pages in the order in which they would go, then those of who runs, the youngest first. While RAM
         has pages that nobody needs, all idle pages go there, some with each step: whoever comes with much finds them
         saved. Not `ahead`: no more than are to be spare, since nobody computes meanwhile."""
         spare, self._owed = max(self.spare_pages, self.spare_wanted), False
         room, copies = self.most_storing - self._stores, list[BlockCopy]()
-        budget = min(room, self._stores_a_plan(step_tokens))
+        budget = min(room, self._stores_a_plan(step))
         if not self.host.total:
             return copies
+        if step.awaited and not self.spare_wanted:  # The next plan is made while this one is computed.
+            spare, ahead = min(spare, 2 * budget), False
         if self._pool.spare >= spare:
-            more = self.limits.saves_ahead + step_tokens if ahead and self.limits.saves_ahead else 0
+            more = self.limits.saves_ahead + step.pages if ahead and self.limits.saves_ahead else 0
             budget = min(budget, self.host.free, more)
         leaving = self._leaving(running) if self._pool.available < spare else []
         for pages in (self._next_idle(min(room, 4 * budget)), *leaving):
@@ -361,23 +364,23 @@ class LowerTiers:
 
     # --- plans and results ---
 
-    def plan(self, running: Iterable[RunningPages], applied_step: int, step_tokens: int = 0) -> list[BlockCopy]:
-        """Copies for the plan that is being made. `running`: the youngest first. `step_tokens`: of the plan: the more
-        there are the longer it takes, and the next copies are planned when it is over."""
-        copies, most_loading = list[BlockCopy](), self.limits.most_loading + step_tokens
-        self._save_failed = self._save_failed and not step_tokens
+    def plan(self, running: Iterable[RunningPages], applied_step: int, step: StepSize = _NO_ROWS) -> list[BlockCopy]:
+        """Copies for the plan that is being made. `running`: the youngest first. The more tokens it has the longer it
+        takes, and the next copies are planned when it is over."""
+        copies, most_loading = list[BlockCopy](), self.limits.most_loading + step.tokens
+        self._save_failed = self._save_failed and not step.tokens
         for tier, queued in self._queued.items():
             most = self.limits.most_loading_disk if tier is Tier.DISK else most_loading
-            while queued and self._in_flight[tier] < most and len(copies) < self.limits.loads_a_plan + step_tokens:
+            while queued and self._in_flight[tier] < most and len(copies) < self.limits.loads_a_plan + step.tokens:
                 if sum(self._in_flight.values()) >= most_loading:
                     break
                 load = queued.popleft()
                 self._copies[load.copy.copy_id] = load
                 self._in_flight[tier] += 1
                 copies.append(load.copy)
-        if (budget := min(self.most_storing - self._stores, self._stores_a_plan(step_tokens))) > 0:
+        if (budget := min(self.most_storing - self._stores, self._stores_a_plan(step))) > 0:
             copies += self._plan_writes(applied_step, budget)
-            copies += self.plan_saves(running, applied_step, step_tokens)
+            copies += self.plan_saves(running, applied_step, step)
         return copies
 
     def end(self, copy_id: int, arrived: bool) -> bool:
