@@ -24,7 +24,7 @@ Wait = tuple[Fetch, list[int], int]
 
 
 @dataclass(slots=True, eq=False)
-class Load:
+class PageLoad:
     group: int
     key: bytes
     tier: Tier
@@ -37,12 +37,12 @@ class Load:
     """The cache was reset since: it is indexed no more."""
 
 
-class Loads:
+class PageLoads:
     def __init__(self, pool: BlockPool, index: PrefixIndex, host: HostPages, groups: int) -> None:
         self._pool, self._index, self._host = pool, index, host
-        self.by_key: list[dict[bytes, Load]] = [{} for _ in range(groups)]
+        self.by_key: list[dict[bytes, PageLoad]] = [{} for _ in range(groups)]
         """Of each group; without those that are forgotten."""
-        self.queued: dict[Tier, deque[Load]] = {Tier.DISK: deque(), Tier.HOST: deque()}
+        self.queued: dict[Tier, deque[PageLoad]] = {Tier.DISK: deque(), Tier.HOST: deque()}
         """By where they come from: who comes from RAM does not stand behind who comes from a disk, which may hang."""
         self.in_flight = {Tier.DISK: 0, Tier.HOST: 0}
         self.fetches_over = 0
@@ -81,13 +81,13 @@ class Loads:
         tier, source = Tier.DISK, 0
         if key in self._host.pages(group):
             tier, source = Tier.HOST, self._host.pin(group, key)
-        load = self.by_key[group][key] = Load(group, key, tier, source, [wait])
+        load = self.by_key[group][key] = PageLoad(group, key, tier, source, [wait])
         self.queued[tier].append(load)
         wait[0].waiting += 1
         wait[0].unplaced += 1
         return tier
 
-    def plan(self, tier: Tier, most: int, number: int) -> Iterator[tuple[Load, BlockCopy]]:
+    def plan(self, tier: Tier, most: int, number: int) -> Iterator[tuple[PageLoad, BlockCopy]]:
         """The next from there, no more than these, and than there are pages for. `number`: of the first copy."""
         queued, pool = self.queued[tier], self._pool
         loads = [queued.popleft() for _ in range(min(most, len(queued), pool.available))]
@@ -109,7 +109,7 @@ class Loads:
         """Nobody waits for it any more: what only it waits for, and has not been planned, does not come."""
         fetch.dropped = True
         for tier, queued in self.queued.items():
-            kept = deque[Load]()
+            kept = deque[PageLoad]()
             for load in queued:
                 if all(one.dropped for one, _, _ in load.waits):
                     self._leave(load, intact=True)
@@ -117,7 +117,7 @@ class Loads:
                     kept.append(load)
             self.queued[tier] = kept
 
-    def end(self, load: Load, *, arrived: bool, intact: bool = True) -> None:
+    def end(self, load: PageLoad, *, arrived: bool, intact: bool = True) -> None:
         """Its copy is over."""
         self.in_flight[load.tier] -= 1
         self._leave(load, intact=intact)
@@ -128,7 +128,7 @@ class Loads:
             block.saved = self._host.note_pool(load.group, load.key, True)
         self._pool.end_transfer(block.id)
 
-    def _leave(self, load: Load, *, intact: bool) -> None:
+    def _leave(self, load: PageLoad, *, intact: bool) -> None:
         if load.tier is Tier.HOST:
             self._host.unpin(load.source, intact=intact)
         if not load.forgotten:
@@ -147,7 +147,7 @@ class Loads:
                 load.forgotten = True
             loads.clear()
 
-    def check(self, planned: Sequence[Load]) -> None:
+    def check(self, planned: Sequence[PageLoad]) -> None:
         """Raises AssertionError with what does not add up. `planned`: whose copies are not over."""
         queued = [load for loads in self.queued.values() for load in loads]
         assert not any(load.page for load in queued), "a load has a page before it is planned"

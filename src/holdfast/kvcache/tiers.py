@@ -18,7 +18,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import islice
 
 from holdfast.kvcache.host_pages import HostPages, Key
-from holdfast.kvcache.loads import Load, Loads, stored_key
+from holdfast.kvcache.loads import PageLoad, PageLoads, stored_key
 from holdfast.kvcache.pool import NULL_PAGE, Block, BlockPool, BlockState, Tier
 from holdfast.kvcache.prefix import PrefixIndex
 from holdfast.kvcache.tier_records import Fetch, FoundBelow, StepSize, StoredPages, TierLimits
@@ -51,8 +51,8 @@ class LowerTiers:
         self.stored_pages = {Tier.HOST: 0, Tier.DISK: 0}
         self.failed_copies = self.dropped_writes = 0
         """`dropped_writes`: pages that were to be written to disk when too many waited for it, or it took none."""
-        self._loads = Loads(pool, index, self.host, groups)
-        self._copies: dict[int, Load | BlockCopy] = {}
+        self._loads = PageLoads(pool, index, self.host, groups)
+        self._copies: dict[int, PageLoad | BlockCopy] = {}
         """Planned, and not over; of a page that is stored the copy itself."""
         self._stored_last = NULL_PAGE
         self._stores = self._writes = 0
@@ -107,7 +107,7 @@ class LowerTiers:
     @property
     def pages_coming(self) -> int:
         """Pages of the pool that can be had as soon as copies are over, and not before."""
-        pages = (one.page if isinstance(one, Load) else one.source for one in self._copies.values())
+        pages = (one.page if isinstance(one, PageLoad) else one.source for one in self._copies.values())
         return sum(self._pool.blocks[page].references == 1 for page in pages)
 
     @property
@@ -311,7 +311,7 @@ class LowerTiers:
         if ended is None:
             return False
         self.failed_copies += not arrived
-        if isinstance(ended, Load):
+        if isinstance(ended, PageLoad):
             self.loaded_pages[ended.tier] += arrived
             self.lost_pages[ended.tier] += not arrived
             self._loads.end(ended, arrived=arrived, intact=arrived)
@@ -339,7 +339,7 @@ class LowerTiers:
         """Loads that will never be over. They have not failed: nobody waited for them."""
         for copy_id in copies:
             load = self._copies.get(copy_id)
-            if isinstance(load, Load):
+            if isinstance(load, PageLoad):
                 del self._copies[copy_id]
                 self._loads.end(load, arrived=False)
 
@@ -378,7 +378,7 @@ class LowerTiers:
         """Raises AssertionError with what does not add up."""
         self.host.recount()
         moving = [block.id for block in self._pool.blocks if block.state in (BlockState.LOADING, BlockState.STORING)]
-        loads = [one for one in self._copies.values() if isinstance(one, Load)]
+        loads = [one for one in self._copies.values() if isinstance(one, PageLoad)]
         stores = [one for one in self._copies.values() if isinstance(one, BlockCopy)]
         named = sorted([load.page for load in loads] + [copy.source for copy in stores])
         assert moving == named, f"pages {moving} are in transfer, copies are of {named}"
