@@ -27,6 +27,11 @@ ROWS = {
     "prefill": ("prefill 32 x 4,000, prompt tok/s", "in_tok_per_s"),
     "streams_8": ("8 streams, 128 in, 256 out, output tok/s", "out_tok_per_s"),
     "streams_32": ("32 streams, 128 in, 128 out, output tok/s", "out_tok_per_s"),
+    "decode_128": ("one stream, 1 in, 128 out, tok/s", "out_tok_per_s"),
+    "streams_1_128": ("one stream, 128 in, 128 out, tok/s", "out_tok_per_s"),
+    "streams_8_128": ("8 streams, 128 in, 128 out, output tok/s", "out_tok_per_s"),
+    "prompt_1500": ("one prompt of 1,500, prompt tok/s", "in_tok_per_s"),
+    "burst": ("512 requests, 512 in, 128 out, output tok/s", "out_tok_per_s"),
     "streams_64": ("64 streams, 128 in, 256 out, output tok/s", "out_tok_per_s"),
     "long_30k": ("one prompt of 30,000, prompt tok/s", "in_tok_per_s"),
     "long_60k": ("one prompt of 60,000, prompt tok/s", "in_tok_per_s"),
@@ -102,7 +107,8 @@ def machine() -> str:
 
     found, build = probe(), torch_build()
     version = "none" if build is None else build.version
-    return f"{found.gpus[0].name}, driver {found.driver}, torch {version}, Python {sys.version.split()[0]}"
+    name = found.gpus[0].name if found.gpus else "no GPU"
+    return f"{name}, driver {found.driver}, torch {version}, Python {sys.version.split()[0]}"
 
 
 if __name__ == "__main__":

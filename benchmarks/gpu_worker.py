@@ -2,11 +2,11 @@
 
     python benchmarks/gpu_worker.py ENGINE MODEL[+VARIANT] [ROW,ROW.../ROW...] [GO]
 
-A variant is how the weights are stored: `awq`, `q4_k` and `fp8-file` are files of random weights, written once into the
-folder that HOLDFAST_BENCHMARK_FILES names; `awq-dummy` is dummies in the layout of such a file; `fp8` quantizes dummies
-while loading, with KV in FP8 too, as with `fp8-file`. Otherwise dummy weights. Prompts of token ids, no tokenizer, ends
-ignored, no prefix cache. Each line of JSON holds the figures so far. Needs nothing but the engine it is asked for, so
-that it runs where only that one is installed.
+A variant is how the weights are stored: `awq`, `q4_k`, `fp8-file` and `bf16-file` are files of random weights, written
+once into the folder that HOLDFAST_BENCHMARK_FILES names (with `files` for ENGINE that is all); `awq-dummy` is dummies
+in the layout of such a file; `fp8` quantizes dummies while loading, with KV in FP8 too, as with `fp8-file`. Otherwise
+dummy weights. Prompts of token ids, no tokenizer, ends ignored, no prefix cache. Each line of JSON holds the figures so
+far. Needs nothing but the engine it is asked for, so that it runs where only that one is installed.
 
 GO is for engines that start at the same time and are measured alone: when it is ready the worker makes GO.ready, and
 before the rows after the Nth slash it waits for a file GO.N, which it takes away when they are done. Settings of such
@@ -56,20 +56,26 @@ LONG_CONTEXT = 65536
 """For the rows of long prompts."""
 
 
+WRITERS = {"awq": "write_awq", "fp8-file": "write_fp8", "bf16-file": "write_bf16", "q4_k": "write_q4_k"}
+"""Of variants that are files."""
+
+
+def place(model: str, variant: str, folder: Path) -> Path:
+    """Of a file, or of a folder of files."""
+    return folder / (f"{model}-q4_k.gguf" if variant == "q4_k" else f"{model}-{variant}")
+
+
 def stored(model: str, variant: str, folder: Path) -> str:
-    """Where the weights are: a file that is written if it is not there, or a folder with a config alone."""
+    """Where the weights are; they are written if they are not there."""
     from benchmarks import random_checkpoints
 
-    kept = Path(os.environ.get("HOLDFAST_BENCHMARK_FILES", folder))
-    if variant == "q4_k":
-        path = kept / f"{model}-q4_k.gguf"
-        if not path.exists():
-            random_checkpoints.write_q4_k(SHAPES[model], path)
-        return str(path)
-    write = random_checkpoints.write_awq if variant == "awq" else random_checkpoints.write_fp8
-    path = kept / f"{model}-{variant}"
-    if not (path / "config.json").exists():
-        write(SHAPES[model], path)
+    path = place(model, variant, Path(os.environ.get("HOLDFAST_BENCHMARK_FILES", folder)))
+    # Both names appear when everything is written.
+    if not (path if variant == "q4_k" else path / "config.json").exists():
+        part = path.with_suffix(".part") if variant == "q4_k" else path
+        getattr(random_checkpoints, WRITERS[variant])(SHAPES[model], part)
+        if part != path:
+            part.rename(path)
     return str(path)
 
 
@@ -78,7 +84,7 @@ def start(engine: str, asked: str, folder: str, context: int = 0) -> tuple[Any, 
     os.environ |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     model, _, variant = asked.partition("+")
     path, more = folder, dict[str, Any]()
-    if variant in ("awq", "q4_k", "fp8-file"):
+    if variant in WRITERS:
         path = stored(model, variant, Path(folder))
     else:
         from benchmarks import random_checkpoints
@@ -136,6 +142,10 @@ ROWS: dict[str, tuple[int, tuple[int, int], tuple[int, int]]] = {
     "streams_32": (32, (128, 128), (128, 128)),
     "streams_64": (64, (128, 128), (256, 256)),
     "burst": (512, (512, 512), (128, 128)),
+    "decode_128": (1, (1, 1), (128, 128)),
+    "streams_1_128": (1, (128, 128), (128, 128)),
+    "streams_8_128": (8, (128, 128), (128, 128)),
+    "prompt_1500": (1, (1500, 1500), (1, 1)),
     "prefill": (32, (4000, 4000), (1, 1)),
     "long_30k": (1, (30000, 30000), (1, 1)),
     "long_60k": (1, (60000, 60000), (1, 1)),
@@ -145,6 +155,11 @@ USUAL = ("mixed", "one_stream", "one_stream_again", "prefill", "streams_64")
 
 
 def main(engine: str, model: str, rows: str = ",".join(USUAL), go: str = "") -> None:
+    if engine == "files":
+        name, _, variant = model.partition("+")
+        if variant in WRITERS:
+            stored(name, variant, Path())
+        return
     context = LONG_CONTEXT if "long" in rows else 0
     with tempfile.TemporaryDirectory() as folder:
         module, llm, ready_s = start(engine, model, folder, context)

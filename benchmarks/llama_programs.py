@@ -99,8 +99,35 @@ def llama_rows(folder: Path, model: str, cores: list[int]) -> Rows:
     return read_llama_bench(single) | read_batched_bench(together)
 
 
-def read_llama_bench(printed: str) -> Rows:
-    names = {(512, 0): "prefill 512", (1500, 0): "prefill 1500", (0, 64): "one stream"}
+def gpu_rows(folder: Path, model: str, limit_s: float) -> Rows:
+    """All layers on a GPU, with the programs' own settings: rows of `gpu_worker`. In those of streams prompts count."""
+    environment = os.environ | {"LD_LIBRARY_PATH": f"{folder}:{os.environ.get('LD_LIBRARY_PATH', '')}"}
+    end = time.monotonic() + limit_s
+
+    def printed(program: str, *flags: str) -> str:
+        command = [str(folder / program), "-m", model, "-ngl", "99", *flags]
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=environment, timeout=max(1.0, end - time.monotonic())
+        )
+        if done.returncode:
+            raise SystemExit(f"{program} ended with {done.returncode}: {done.stderr[-1500:]}")
+        return done.stdout
+
+    names = {(1500, 0): "prompt_1500", (0, 128): "decode_128"}
+    single = read_llama_bench(printed("llama-bench", "-p", "1500", "-n", "128", "-r", "3", "-o", "json"), names)
+    together = read_batched_bench(
+        printed("llama-batched-bench", "-c", "8192", "-npp", "128", "-ntg", "128", "-npl", "1,8,32",
+                "--output-format", "jsonl")
+    )  # fmt: skip
+    again = {"1 at once": "streams_1_128", "8 at once": "streams_8_128", "32 at once": "streams_32"}
+    return single | {again[row]: value for row, value in together.items()}
+
+
+CPU_NAMES = {(512, 0): "prefill 512", (1500, 0): "prefill 1500", (0, 64): "one stream"}
+"""By the tokens of prompt and output."""
+
+
+def read_llama_bench(printed: str, names: dict[tuple[int, int], str] = CPU_NAMES) -> Rows:
     return {names[test["n_prompt"], test["n_gen"]]: float(test["avg_ts"]) for test in json.loads(printed)}
 
 

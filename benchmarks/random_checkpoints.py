@@ -2,6 +2,7 @@
 
     write_awq(config, folder)      AWQ (gemm layout, 4 bits, groups of 128), one safetensors file a layer
     write_fp8(config, folder)      FP8, a scale for each matrix, inputs rounded as they come; alike
+    write_bf16(config, folder)     unquantized, in bfloat16; alike
     write_q4_k(config, path)       GGUF: Q4_K, the head in Q6_K; no vocabulary: run with token ids
     write_smollm2(path)            GGUF: SmolLM2-135M's shape, Q4_1 and Q8_0 as the built-in model has them; alike
 
@@ -85,6 +86,26 @@ def write_fp8(config: dict[str, Any], folder: Path) -> None:
     left = ["lm_head", *routers]
     quantization = {"quant_method": "fp8", "activation_scheme": "dynamic", "modules_to_not_convert": left}
     _write_layers(config | {"quantization_config": quantization}, folder, rounded, torch.bfloat16)
+
+
+def write_bf16(config: dict[str, Any], folder: Path) -> None:
+    import torch
+
+    device, modules, layers = _device(), _modules(config), config["num_hidden_layers"]
+    length = sum(rows * columns for rows, columns in modules.values())
+    made = torch.empty(length + layers * BETWEEN, dtype=torch.bfloat16, device=device)
+    made.normal_(0, SPREAD, generator=torch.Generator(device=device).manual_seed(0))
+    run = made.cpu()
+
+    def rounded(layer: int) -> dict[str, Any]:
+        tensors, first = dict[str, Any](), layer * BETWEEN
+        for module, (rows, columns) in modules.items():
+            last = first + rows * columns
+            tensors[f"model.layers.{layer}.{module}.weight"] = run[first:last].view(rows, columns)
+            first = last
+        return tensors
+
+    _write_layers(config, folder, rounded, torch.bfloat16)
 
 
 def _write_layers(

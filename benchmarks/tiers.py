@@ -1,16 +1,23 @@
 """Models larger than the GPU's memory: tokens a second, bytes moved a step, how busy the link was, what the driver saw.
 
     python benchmarks/tiers.py [--models FOLDER] ROW [ROW...]
-        rows: llama-70b-int4, llama-70b-int4-nvme, llama-8b-bf16, qwen3-30b-a3b-q4k, qwen3-30b-a3b-q4k-zipf,
+        rows: llama-70b-int4, llama-70b-int4-nvme, llama-8b-bf16, llama-8b-bf16-link: without the host's cores,
+              qwen3-30b-a3b-q4k, qwen3-30b-a3b-q4k-zipf,
               llama-70b-q4k, llama-70b-int4-files: the start from files in the page cache
         --models FOLDER     keep the files that are written, FOLDER/ROW, and take those that are there
         --write             only write them
+        --out FILE          what is printed goes to the end of this file as well, line by line
+        --llama FOLDER      llama-batched-bench and llama-bench of this folder in place of Holdfast, on a row's file
+        --ncmoe 28,30,32    with the experts of so many layers on the cores, one after the other; the best of those
+                            that keep to the row's budget is what to compare with
 
 Dummy weights in real shapes, or random ones in files where TMPDIR has room (40 GB for a 70B: /dev/shm); prompts of
 token ids, no tokenizer, ends ignored, no prefix cache. Each row is an engine in a process of its own with a budget of
 VRAM, a line of JSON for each batch as it is measured. Figures of decoding are the difference of a long run and a short
 one with the same prompts, so that prompts are not in them.
-The most that NVML saw in use is sampled five times a second throughout, other processes included.
+The most that NVML saw in use is sampled five times a second throughout, other processes included, and so is this
+process's RAM (RssAnon and RssShmem, in which pinned memory is; and by how much less the system could give than at the
+start), beside what it may be: --ram, or what was planned for tiers without it, and 3 GiB of the process's own.
 """
 
 from __future__ import annotations
@@ -18,6 +25,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import random
 import subprocess
 import sys
@@ -67,6 +75,10 @@ ROWS = {
         ((8, 1900, 64),),
     ),
 }
+ROWS["llama-8b-bf16-link"] = ROWS["llama-8b-bf16"]._replace(
+    settings=ROWS["llama-8b-bf16"].settings | {"cpu_compute": "off"}
+)
+"""A step takes as long as its bytes do over the link, within 5%."""
 EXPERTS = Row(
     SHAPES["qwen3-30b-a3b"],
     USUAL | {"vram": "8GiB"},
@@ -99,6 +111,44 @@ def watch_nvml(most: list[int]) -> subprocess.Popen[str]:
 
     threading.Thread(target=read, daemon=True).start()
     return process
+
+
+class RamWatch:
+    """Of this process, and of the system: sampled by a thread as often as NVML is."""
+
+    def __init__(self) -> None:
+        from holdfast.hardware import memory, resident
+
+        self._available, self.most, self.taken = memory().available_bytes, 0, 0
+
+        def sample() -> None:
+            while True:
+                held = resident()
+                self.most = max(self.most, 0 if held is None else held.now_bytes - held.files_bytes)
+                self.taken = max(self.taken, self._available - memory().available_bytes)
+                time.sleep(NVML_PERIOD_MS / 1000)
+
+        threading.Thread(target=sample, daemon=True).start()
+
+    def told(self) -> dict[str, int]:
+        return {"ram_mib": self.most >> 20, "ram_taken_mib": self.taken >> 20}
+
+
+def ram_allowed(llm: Any, asked: str | None) -> int:
+    """Bytes. `asked`: as --ram has it; None: what was planned."""
+    from holdfast.planner.sizing.host_ram import HOST_ENGINE_BYTES
+    from holdfast.units import parse_bytes
+
+    below = [] if llm.info.memory is None else llm.info.memory.below
+    planned = sum(term.planned_bytes for tier in below if tier.tier == "ram" for term in tier.terms)
+    return HOST_ENGINE_BYTES + (planned if asked is None else parse_bytes(asked))
+
+
+def say(line: dict[str, Any], out: Path | None) -> None:
+    print(json.dumps(line), flush=True)
+    if out is not None:
+        with out.open("a") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 class Run(NamedTuple):
@@ -223,11 +273,55 @@ def kept(name: str, models: Path) -> Path:
     return folder / "model.gguf" if ROWS[name].stored == "q4_k" else folder
 
 
-def measure(name: str, models: Path | None) -> None:
+def llama(name: str, folder: Path, counts: list[int], models: Path, out: Path | None) -> None:
+    """Its programs on this row's file, once for each number of layers whose experts its cores compute."""
+    from holdfast.units import MIB, parse_bytes
+
+    row, cores, most = ROWS[name], str(len(os.sched_getaffinity(0))), [0]
+    model, budget_mib = str(kept(name, models)), parse_bytes(row.settings["vram"]) // MIB
+    libraries = f"{folder}:{os.environ.get('LD_LIBRARY_PATH', '')}"
+    found = []
+    for count in counts:
+        most[0], watcher = 0, watch_nvml(most)
+        common = ["-m", model, "-ngl", "99", "-ncmoe", str(count), "-t", cores]
+
+        def printed(program: str, *more: str, common: list[str] = common) -> str:
+            command = [str(folder / program), *common, *more]
+            done = subprocess.run(
+                command, capture_output=True, text=True, env=os.environ | {"LD_LIBRARY_PATH": libraries}
+            )
+            if done.returncode:
+                raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+            return done.stdout
+
+        batches = printed(
+            "llama-batched-bench", "-c", "8192", "-b", "2048", "-ub", "512", "-npp", "128", "-ntg", "32",
+            "-npl", "1,8,32", "--output-format", "jsonl",
+        )  # fmt: skip
+        prompts = printed("llama-bench", "-p", "512", "-n", "0", "-r", "2", "-o", "json")
+        watcher.kill()
+        line = {"engine": "llama.cpp", "row": name, "ncmoe": count, **read_llama(batches, prompts), "nvml_mib": most[0]}
+        found.append(line | {"within_budget": most[0] <= budget_mib})
+        say(found[-1], out)
+    within = [line for line in found if line["within_budget"]] or found
+    say({"row": name, "best_ncmoe": max(within, key=lambda line: line["decode_tok_per_s"]["1"])["ncmoe"]}, out)
+
+
+def read_llama(batches: str, prompts: str) -> dict[str, Any]:
+    """What llama-batched-bench and llama-bench printed; what is around the lines of JSON is passed over."""
+    tests = [json.loads(line) for line in batches.splitlines() if line.startswith("{")]
+    (prompt,) = json.loads(prompts)
+    return {
+        "decode_tok_per_s": {str(test["pl"]): round(test["speed_tg"], 2) for test in tests},
+        "prompt_512_tok_per_s": round(prompt["avg_ts"], 2),
+    }
+
+
+def measure(name: str, models: Path | None, out: Path | None) -> None:
     from holdfast import LLM
 
     row, most = ROWS[name], [0]
-    watcher = watch_nvml(most)
+    watcher, ram = watch_nvml(most), RamWatch()
     with tempfile.TemporaryDirectory() as folder:
         model, settings = Path(folder), row.settings
         if row.stored is None:
@@ -245,21 +339,21 @@ def measure(name: str, models: Path | None) -> None:
         memory = llm.info.memory
         terms = {} if memory is None else {one.term: (one.planned_bytes, one.measured_bytes) for one in memory.terms}
         ready = {"row": name, "ready_s": ready_s, "stages_s": stages.seconds(), "decisions": lines, "terms": terms}
-        ready["nvml_mib"] = most[0]
-        print(json.dumps(ready), flush=True)
+        ready |= {"nvml_mib": most[0], **ram.told(), "ram_allowed_mib": ram_allowed(llm, settings.get("ram")) >> 20}
+        say(ready, out)
         run(llm, 1, 16, 2)
         if any(line.startswith("cpu_compute = auto") for line in lines):
-            print(json.dumps({"row": name, "cpu_compute": host.wait()}), flush=True)
+            say({"row": name, "cpu_compute": host.wait()}, out)
         for prompt in row.prompts:
             run(llm, 1, prompt, 1)
             seconds = min(run(llm, 1, prompt, 1).seconds for _ in range(3))
             found = {"prompt": prompt, "tok_per_s": round(prompt / seconds), "nvml_mib": most[0]}
-            print(json.dumps({"row": name, **found}), flush=True)
+            say({"row": name, **found}, out)
         for sequences, prompt, output in row.batches:
             short = run(llm, sequences, prompt, SHORT_TOKENS)
             batch = figures(sequences, output, run(llm, sequences, prompt, output), short)
             rounded = {key: round(value, 3) for key, value in batch.items()}
-            print(json.dumps({"row": name, "batch": sequences, **rounded, "nvml_mib": most[0]}), flush=True)
+            say({"row": name, "batch": sequences, **rounded, "nvml_mib": most[0], **ram.told()}, out)
         llm.close()
     watcher.kill()
 
@@ -268,17 +362,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=Path, metavar="FOLDER")
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--out", type=Path, metavar="FILE")
+    parser.add_argument("--llama", type=Path, metavar="FOLDER")
+    parser.add_argument("--ncmoe", type=lambda text: [int(one) for one in text.split(",")], default=[30])
     parser.add_argument("rows", nargs="+", choices=sorted(ROWS), metavar="ROW")
     asked = parser.parse_args()
     if asked.write:
         for row in asked.rows:
             kept(row, asked.models)
+    elif asked.llama is not None:
+        for row in asked.rows:
+            if ROWS[row].stored != "q4_k" or asked.models is None:
+                parser.error("--llama reads a row's GGUF file, which --models FOLDER keeps")
+            llama(row, asked.llama, asked.ncmoe, asked.models, asked.out)
     elif len(asked.rows) == 1:
-        measure(asked.rows[0], asked.models)
+        measure(asked.rows[0], asked.models, asked.out)
     else:
         models = [] if asked.models is None else ["--models", str(asked.models)]
+        out = [] if asked.out is None else ["--out", str(asked.out)]
         for row in asked.rows:
-            subprocess.run([sys.executable, __file__, *models, row], check=True)
+            subprocess.run([sys.executable, __file__, *models, *out, row], check=True)
 
 
 if __name__ == "__main__":

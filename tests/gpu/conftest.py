@@ -50,7 +50,8 @@ def shape(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
 
 
 class Neighbour:
-    """Another process on the same GPU. `take` gets it all but so many bytes, at once; `end` gives it back."""
+    """Another process on the same GPU. `take` gets it all but so many bytes, at once; `give_back` all that it took;
+    `end` likewise, with its context."""
 
     CODE = """
 import sys, torch
@@ -58,6 +59,11 @@ torch.zeros(1, device="cuda")
 print("here", flush=True)
 held = []
 for line in sys.stdin:
+    if line.strip() == "give back":
+        held.clear()
+        torch.cuda.empty_cache()
+        print(torch.cuda.mem_get_info()[0], flush=True)
+        continue
     wanted = torch.cuda.mem_get_info()[0] - int(line)
     while wanted > (1 << 20):
         try:
@@ -80,8 +86,15 @@ for line in sys.stdin:
 
     def take(self, but_bytes: int) -> int:
         """What is still free then."""
+        return self._ask(str(but_bytes))
+
+    def give_back(self) -> int:
+        """What is free then."""
+        return self._ask("give back")
+
+    def _ask(self, line: str) -> int:
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{but_bytes}\n")
+        self._process.stdin.write(f"{line}\n")
         self._process.stdin.flush()
         return int(self._read())
 

@@ -15,13 +15,14 @@ import pytest
 import torch
 from expert_engines import LAYERS, SHAPE, SMALL, built
 from many_streams import Answers, Scores, run
+from sampled_memory import SampledMemory
 from weight_digests import differing, first_differences, weight_digests
 
 from holdfast.engine.core.loop import EngineCore
 from holdfast.records import VramBudget
 from holdfast.units import GIB, MIB
 
-LARGE = 6 * GIB
+LARGE, RAM = 6 * GIB, 5 * GIB
 SLACK = 32 * MIB
 """Of what else may come or go meanwhile; torch's own pieces of memory among it."""
 
@@ -67,7 +68,7 @@ def test_the_budget_changes_at_random_while_experts_wait(compute: str, tmp_path:
     plain = run(whole)
     weights["whole, at its end"] = weight_digests(whole)
     whole.close()
-    core = built(tmp_path, vram=str(SMALL), cpu_compute=compute)
+    core = built(tmp_path, vram=str(SMALL), ram=str(RAM), cpu_compute=compute)
     weights["placed, loaded"] = weight_digests(core)
     runner: Any = core.runner
     experts = runner.movable_experts
@@ -75,22 +76,30 @@ def test_the_budget_changes_at_random_while_experts_wait(compute: str, tmp_path:
     first = sum(experts.resident_counts)
     assert 0 < first < experts.most_resident
     dice, counts, seconds = random.Random(5), list[int](), list[float]()
+    sampled = SampledMemory(core, SMALL, RAM)
 
     def between() -> None:
         if dice.random() > 0.08:
             return
         budget = dice.choice([1900 * MIB, LARGE, dice.randrange(1900 * MIB, LARGE)])
+        sampled.allowed = max(sampled.allowed, budget)
         begin_s = time.perf_counter()
         granted = core.set_vram(VramBudget(budget_bytes=budget))
+        sampled.allowed = granted.budget_bytes
         seconds.append(time.perf_counter() - begin_s)
         assert granted.experts is not None
         assert granted.experts.resident == experts.resident_counts
         assert core.stats().device_bytes <= granted.budget_bytes + SLACK
         counts.append(sum(experts.resident_counts))
 
-    found = run(core, between)
+    try:
+        found = run(core, between)
+    finally:
+        print(sampled.end())
     print(f"{len(counts)} budgets, experts that stay {sorted(set(counts))}")
     print(f"{statistics.median(seconds):.2f} s each, {max(seconds):.2f} s at most; {experts.expert_use()}")
+    assert sampled.most_over <= SLACK
+    assert sampled.most_ram_over <= 0
     assert len(counts) > 5
     assert max(counts) == experts.most_resident > min(counts)
     if compute == "off" and found != plain:

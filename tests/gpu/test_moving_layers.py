@@ -9,7 +9,6 @@ import os
 import random
 import signal
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,6 +17,7 @@ import httpx
 import pytest
 import torch
 from many_streams import STREAMS, requests, run
+from sampled_memory import SampledMemory
 
 from holdfast.config import EngineConfig
 from holdfast.engine.core import kv_balance
@@ -25,6 +25,7 @@ from holdfast.engine.core.kv_balance import KVBalance
 from holdfast.engine.core.loop import EngineCore
 from holdfast.engine.process.client import ProcessEngine
 from holdfast.engine.startup.build import build_core, find_model, plan_model
+from holdfast.planner.sizing.host_ram import HOST_ENGINE_BYTES
 from holdfast.records import VramBudget
 from holdfast.server.app import create_app
 from holdfast.server.settings import ServerSettings
@@ -39,7 +40,8 @@ SETTINGS: dict[str, Any] = {
 SMALL, LARGE = 4 * GIB, 10 * GIB
 SLACK = 16 * MIB
 """Of what else may come or go meanwhile."""
-SAMPLED_S = 0.02
+RAM = 5 * GIB
+"""That layers may take: all of them, and little more."""
 
 
 def built(folder: str, **more: Any) -> EngineCore:
@@ -64,7 +66,7 @@ def plain(folder: str) -> Any:
 
 @pytest.fixture(scope="module")
 def core(folder: str, plain: Any) -> Iterator[EngineCore]:
-    found = built(folder, vram=str(SMALL))
+    found = built(folder, vram=str(SMALL), ram=str(RAM))
     found._kv_balance = None
     yield found
     found.close()
@@ -75,30 +77,6 @@ def core(folder: str, plain: Any) -> Iterator[EngineCore]:
 def free() -> int:
     torch.cuda.synchronize()
     return torch.cuda.mem_get_info()[0]
-
-
-class Sampled:
-    """What this process holds beyond its budget, at any time. While a budget changes the larger one counts."""
-
-    def __init__(self, core: EngineCore, budget: int) -> None:
-        vram: Any = core._vram
-        self.allowed, self.most_over, self.samples, self._memory = budget, 0, 0, vram.memory
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._sample)
-        self._thread.start()
-
-    def _sample(self) -> None:
-        while not self._ended.wait(SAMPLED_S):
-            before = self.allowed
-            held = self._memory.told_bytes()
-            if held is None:
-                held = self._memory._free_before - torch.cuda.mem_get_info()[0]
-            self.most_over = max(self.most_over, held - max(before, self.allowed))
-            self.samples += 1
-
-    def end(self) -> None:
-        self._ended.set()
-        self._thread.join()
 
 
 def test_the_budget_changes_at_random_while_layers_are_streamed(core: EngineCore, plain: Any) -> None:
@@ -112,7 +90,7 @@ def test_the_budget_changes_at_random_while_layers_are_streamed(core: EngineCore
     assert run(core) == plain
     at_start, first_held, pinned = free(), held_bytes(), layers.pinned_bytes
     dice, counts, seconds, moved = random.Random(11), list[int](), list[float](), 0
-    sampled = Sampled(core, SMALL)
+    sampled = SampledMemory(core, SMALL, RAM)
 
     def between() -> None:
         nonlocal moved
@@ -135,14 +113,16 @@ def test_the_budget_changes_at_random_while_layers_are_streamed(core: EngineCore
         counts.append(len(layers.streamed))
 
     assert run(core, between) == plain
-    sampled.end()
+    print(sampled.end())
     middle_ms, most_ms = statistics.median(seconds) * 1000, max(seconds) * 1000
     waited = core.stats().preemptions_total
     print(f"{len(counts)} budgets, {moved} layers moved, streamed {sorted(set(counts))}, {waited} preemptions")
-    print(f"{middle_ms:.1f} ms each, {most_ms:.1f} ms at most; {sampled.samples} samples, over {sampled.most_over}")
+    print(f"{middle_ms:.1f} ms each, {most_ms:.1f} ms at most")
     assert len(counts) > 15
     assert {0, LAYERS} <= set(counts)
     assert sampled.most_over <= SLACK
+    assert sampled.most_ram_over <= 0
+    assert sampled.most_taken <= RAM - layers.pinned_bytes + HOST_ENGINE_BYTES, "what was pinned before is not in it"
     core.set_vram(VramBudget(budget_bytes=SMALL))
     arbiter: Any = core._vram
     told = arbiter.memory.told_bytes(), sum(arbiter.shares.values()), core.runner.kv.nbytes  # type: ignore[attr-defined]

@@ -18,11 +18,10 @@ from typing import Any
 import httpx
 import pytest
 from free_ports import free_port
+from named_model import named_models, why_not
 from three_tiers import three_tiers
 
 from holdfast import LLM, SamplingParams
-from holdfast.checkpoints import locate
-from holdfast.errors import ModelAccessError
 from holdfast.hardware import memory
 from holdfast.planner.serve import streamed
 from holdfast.units import GIB, MIB
@@ -31,12 +30,10 @@ PROMPTS = ["def fibonacci(n):", "The capital of France is", "A list of ten colou
 PATIENCE_S = 240.0
 
 
-@pytest.mark.parametrize("name", ["qwen2.5-coder-0.5b", "smollm2"])
+@pytest.mark.parametrize("name", named_models())
 def test_a_real_model_in_three_tiers_says_the_same(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    try:
-        locate(name)
-    except ModelAccessError as error:
-        pytest.skip(error.message)
+    if (problem := why_not(name)) is not None:
+        pytest.skip(problem)
     monkeypatch.setattr(streamed, "IN_MEMORY", ())
     settings: dict[str, Any] = {
         "model": name, "device": "cuda", "dtype": "float32", "max_model_len": 1024, "max_num_seqs": 4,

@@ -32,6 +32,7 @@ from holdfast.execution.parallel.share import NOT_SAMPLED, RankShare
 from holdfast.execution.profile_run import heaviest_plan
 from holdfast.execution.sampling.nonfinite import broken_rows, tell_of_others
 from holdfast.execution.sampling.sampler import Masks, Sampler
+from holdfast.execution.streaming.layer_slots import LayerSlots
 from holdfast.execution.tiers.cpu import CpuPageCopies, Over
 from holdfast.execution.transformer import Transformer
 from holdfast.execution.weights.decoder_weights import Weights
@@ -40,7 +41,7 @@ from holdfast.hardware.numa import numa_nodes
 from holdfast.kvcache.groups import KVLayout
 from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
-from holdfast.records import StepPlan, StepResult, TokenLogprobs, TokenMasks
+from holdfast.records import LinkUse, StepPlan, StepResult, TokenLogprobs, TokenMasks
 from holdfast.records.steps import AdapterArrival
 
 __all__ = ["ProfileRun", "Runner", "RunnerLimits"]
@@ -195,6 +196,11 @@ class Runner:
         """Of layers that do not stay in memory."""
         slots = self._decoder.weights.slots
         return 0 if slots is None else slots.nbytes
+
+    def link_use(self) -> list[LinkUse]:
+        """Of the disk that layers come from; nothing where all stay in memory."""
+        slots = self._decoder.weights.slots
+        return [slots.use()] if isinstance(slots, LayerSlots) else []
 
     @property
     def attention_backend(self) -> str:

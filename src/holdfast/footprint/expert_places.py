@@ -33,6 +33,8 @@ HOST_ACTIVATIONS = "silu", "gelu_tanh"
 FEW_TOKENS = 32
 """At most, in a step for which no experts are copied: there is room for so many between the GPU and the host. Which
 steps have few is decided by calibration at the start."""
+LINK_SHARE = 0.8
+"""Of the link's share by its speed, beside the host's, what it gets of the experts that a step chose and that wait."""
 MLP_MATRICES = ".gate", ".up", ".gate_up", ".down"
 MLP_BIASES = tuple(f"{name}_bias" for name in MLP_MATRICES)
 TABLE_BYTES = 8

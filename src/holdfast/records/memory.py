@@ -17,15 +17,15 @@ class MemoryTerm(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LinkUse(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one direction of the link between RAM and a GPU, over which weights and KV pages come, and KV pages go; all of
-    it only grows."""
+    """Of one direction of the link between RAM and a GPU, over which weights and KV pages come, and KV pages go, or of
+    the disk that weights are read from (nvme-ram); all of it only grows."""
 
     link: str = "ram-vram"
     copied_bytes: int = 0
     busy_s: float = 0.0
-    """That copies took."""
+    """That copies, or reads, took."""
     stalled_s: float = 0.0
-    """That the GPU waited for them."""
+    """That the GPU waited for them; of a disk, that a step did."""
     over_s: float = 0.0
     """The time in which all this was."""
     possible_bytes_per_s: float = 0.0
@@ -196,22 +196,6 @@ class SleepingKV(msgspec.Struct, frozen=True, kw_only=True):
     held_bytes: int
 
 
-class PoolChange(msgspec.Struct, frozen=True, kw_only=True):
-    """The KV pool has become smaller or larger by itself, within the same budget."""
-
-    blocks: int
-    """Pages, the null page included."""
-    kv_bytes: int
-    """Memory behind them."""
-    reason: str
-    lowered: bool
-    """It has less than it would have had."""
-    budget_bytes: int | None = None
-    """Where that has grown with it."""
-    stood_still_s: float = 0.0
-    """How long no step ran for it."""
-
-
 class VramGrant(msgspec.Struct, frozen=True, kw_only=True):
     """What it keeps to from now on."""
 
@@ -225,3 +209,22 @@ class VramGrant(msgspec.Struct, frozen=True, kw_only=True):
     """None: all stay, or none can come and go."""
     experts: ExpertsGrant | None = None
     """None: likewise."""
+
+
+class PoolChange(msgspec.Struct, frozen=True, kw_only=True):
+    """The KV pool has become smaller or larger by itself, within the same budget or, with layers or experts, within
+    another."""
+
+    blocks: int
+    """Pages, the null page included."""
+    kv_bytes: int
+    """Memory behind them."""
+    reason: str
+    lowered: bool
+    """It has less than it would have had."""
+    budget_bytes: int | None = None
+    """Where that has changed with it."""
+    stood_still_s: float = 0.0
+    """How long no step ran for it."""
+    granted: VramGrant | None = None
+    """Of layers or experts as well; None: only the pool has changed."""

@@ -501,6 +501,18 @@ def test_a_process_that_is_started_again_has_the_layers_where_they_were(spec: Mo
         assert any(line == said for line in now.info.lowered) == bool(streamed)
         plan_told, info_told = balanced(now, granted)
         assert (plan_told.engine.streamed, info_told.blocks) == (then, 89)
+        # For a neighbour: the same, with the reason, and a process that is started again begins with it.
+        less = msgspec.structs.replace(granted, budget_bytes=GIB)
+        change = PoolChange(
+            blocks=90, kv_bytes=granted.kv_bytes, reason="others hold 7 GiB", lowered=True, budget_bytes=GIB,
+            stood_still_s=0.125, granted=less,
+        )  # fmt: skip
+        plan_told, info_told = breathed(now, change)
+        assert (plan_told.engine.streamed, plan_told.budget_bytes, info_told.blocks) == (then, GIB, 89)
+        assert info_told.weights_bytes == weights
+        assert info_told.memory.budget_bytes == GIB
+        assert any(line.startswith("budget = 1.00 GiB (measured): others hold 7 GiB") for line in info_told.lowered)
+        assert any("steps stood still for 125 ms" in line for line in info_told.decisions)
 
 
 def test_what_experts_have_made_of_a_budget_is_told_and_kept() -> None:

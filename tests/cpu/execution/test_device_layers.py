@@ -324,7 +324,21 @@ def test_nothing_of_the_pinned_memory_is_kept_once_they_are_closed(tmp_path) -> 
 
 def test_the_link_is_measured_and_told(tmp_path) -> None:
     layers = made(streamed_layers([PAGE] * 6, 6, 2), SimulatedCopies(), tmp_path)
+    before = [bytes(memory.numpy()) for memory in layers._in_ram.values()]
     assert [decision.field for decision in layers.decisions()] == ["link_copy", "nvme_read"]
+    assert [bytes(memory.numpy()) for memory in layers._in_ram.values()] == before, "one went back to where it waits"
+    there, disk = layers.use(), layers.disk_use()
+    assert disk is not None
+    assert (there.link, disk.link) == ("ram-vram", "nvme-ram")
+    assert all(rate > 0 for rate in (there.possible_bytes_per_s, disk.possible_bytes_per_s, layers.possible_back))
+    assert disk.copied_bytes >= layers._streamed.read_bytes
+    assert 0 < disk.busy_s <= disk.over_s
+    layers.close()
+
+
+def test_who_waits_on_no_disk_has_no_link_to_one(tmp_path) -> None:
+    layers = made(beside_gpu(streamed_layers([PAGE] * 6, 6, 0), [PAGE] * 6), SimulatedCopies(), tmp_path)
+    assert layers.disk_use() is None
     layers.close()
 
 

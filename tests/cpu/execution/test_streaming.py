@@ -49,6 +49,9 @@ def answers(model: Path, streamed: int, folder: Path, **settings: object) -> tup
     while core.has_work:
         for output in core.step():
             told.setdefault(output.request_id, []).extend(output.token_ids)
+    links = {link.link: link for link in core.stats().links}
+    assert list(links) == (["nvme-ram"] if placed else [])
+    assert all(link.possible_bytes_per_s and link.copied_bytes > placed.file_bytes for link in links.values())
     core.close()
     assert info.memory is not None
     below = [term for tier in info.memory.below for term in tier.terms]
@@ -163,8 +166,13 @@ def test_a_slow_disk_is_not_a_hang(tmp_path, monkeypatch) -> None:
     file, _ = filled(tmp_path, Disk(*["slow"] * 8))
     slots, beats = LayerSlots(StreamedLayers((0, 1, 2), (8 * PAGE,) * 3, 24 * PAGE, (0, 1, 2)), file), list[int]()
     slots.begin(0, lambda: beats.append(0))
+    use = slots.use()
     slots.close()
     assert len(beats) == 8
+    # Eight pieces at once, by as many threads: the disk was busy for as long as one took, and the step waited for it.
+    assert (use.link, use.copied_bytes) == ("nvme-ram", 8 * PAGE)
+    assert 0.02 <= use.busy_s < 8 * 0.02
+    assert 0.01 < use.stalled_s <= use.over_s
 
 
 def test_a_disk_in_memory_is_refused(tiny_model, tmp_path, monkeypatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,7 @@ from holdfast.engine.offline.unsupported import refuse_breathing
 from holdfast.engine.process.stats import continued
 from holdfast.errors import EngineError, UnsupportedOptionError
 from holdfast.kvcache import KVCache, KVLayout, Tier, TierLimits, form_groups
-from holdfast.records import PoolChange, Request, SamplingParams, StepPlan, StepResult
+from holdfast.records import PoolChange, Request, SamplingParams, StepPlan, StepResult, VramBudget, VramGrant
 from holdfast.scheduler import Scheduler, SchedulerLimits
 from holdfast.scheduler.prefill_cost import PromptWork
 from holdfast.units import MIB
@@ -386,6 +387,57 @@ def test_the_pool_gives_way_to_a_neighbour_while_answers_go_on_and_grows_when_it
     change = core.pop_breathed()
     assert change is not None
     assert not change.lowered
+
+
+class Layers:
+    """Beside the pool, of a page each: a budget of a GPU over both, as an arbiter has it."""
+
+    def __init__(self, device: FakeDevice, count: int) -> None:
+        self.device, self.count, self.most_budget_bytes = device, count, (count + BLOCKS) * PAGE
+
+    @property
+    def kept_bytes(self) -> int:
+        return (self.count + self.device.blocks) * PAGE
+
+    def own_bytes(self) -> int:
+        return self.kept_bytes
+
+    def blocks_with(self, asked: VramBudget, least_blocks: int) -> int:
+        return max(least_blocks, min(BLOCKS, asked.budget_bytes // PAGE))
+
+    def moves(self, asked: VramBudget, least_blocks: int) -> bool:
+        return asked.budget_bytes != self.kept_bytes
+
+    def granted(self) -> VramGrant:
+        return VramGrant(budget_bytes=self.kept_bytes, blocks=self.device.blocks, kv_bytes=self.device.pool_bytes)
+
+    def change(self, asked: VramBudget, least_blocks: int, resize_kv: Callable[[int], None]) -> VramGrant:
+        blocks = self.blocks_with(asked, least_blocks)
+        self.count = asked.budget_bytes // PAGE - blocks
+        resize_kv(blocks)
+        return self.granted()
+
+
+def test_beside_layers_the_whole_budget_gives_way_while_answers_go_on(clock: Clock) -> None:
+    device = FakeDevice(total=70)
+    core, layers = make(device, watches=True), Layers(device, 10)
+    device.total -= layers.count
+    assert core.breathing is not None
+    core.breathing._budget = core._vram = layers
+    core.breathe()
+    ask(core, "first", 0)
+    core.step()
+    device.neighbour = 17
+    clock.now_s += 1
+    core.step()
+    change = core.pop_breathed()
+    assert change is not None
+    assert change.granted is not None
+    assert (layers.count, change.blocks) == (0, device.blocks)
+    assert change.budget_bytes == layers.kept_bytes < layers.most_budget_bytes
+    assert change.lowered
+    run(core)
+    core.scheduler.kv.check_invariants()
 
 
 def test_a_neighbour_does_not_wait_for_ram_that_takes_its_time(clock: Clock) -> None:

@@ -30,14 +30,14 @@ def test_a_neighbour_that_takes_what_is_free_is_given_more_than_it_took() -> Non
     assert policy.judge(sample(FULL, 4 * GIB), FULL, FULL, 1.0) is None, "there is still a margin"
     wish = policy.judge(sample(FULL, 6 * GIB), FULL, FULL, 2.0)
     assert wish is not None
-    assert wish.pool_bytes == FULL - (2 * MARGIN + 2 * GIB - 4 * GIB), "twice the margin free, and as much as it took"
+    assert wish.nbytes == FULL - (2 * MARGIN + 2 * GIB - 4 * GIB), "twice the margin free, and as much as it took"
     assert "2.00 GiB more than before" in wish.reason
-    after = wish.pool_bytes
+    after = wish.nbytes
     assert policy.judge(sample(after, 6 * GIB), after, FULL, 3.0) is None
     # One that goes on taking gets on.
     again = policy.judge(sample(after, 15 * GIB), after, FULL, 4.0)
     assert again is not None
-    assert sample(again.pool_bytes, 15 * GIB).free_bytes >= 2 * MARGIN
+    assert sample(again.nbytes, 15 * GIB).free_bytes >= 2 * MARGIN
 
 
 def test_a_full_device_alone_is_no_neighbour() -> None:
@@ -48,6 +48,25 @@ def test_a_full_device_alone_is_no_neighbour() -> None:
     assert policy.judge(sample(pool, 600 * MIB), pool, pool, 9.0) is not None
 
 
+def test_who_comes_again_at_once_is_waited_for_longer_and_who_stays_away_is_not() -> None:
+    policy, now_s = Neighbours(GIB), 0.0
+
+    def waited(gone_s: float) -> float:
+        """Until it was taken back, and so much later the neighbour comes again."""
+        nonlocal now_s
+        began_s, found = now_s, None
+        while found is None:
+            now_s += 1.0
+            found = policy.judge(sample(30 * GIB, 0), 30 * GIB, FULL, now_s)
+        taken_s, now_s = now_s, now_s + gone_s
+        assert policy.judge(sample(FULL, 9 * GIB), FULL, FULL, now_s) is not None
+        return taken_s - began_s - 1.0
+
+    assert [waited(30.0) for _ in range(6)] == [10.0, 20.0, 40.0, 80.0, 160.0, 160.0]
+    assert waited(5000.0) == 160.0
+    assert waited(0.0) == GONE_S
+
+
 def test_what_is_left_is_taken_back_late_and_not_to_the_brim() -> None:
     policy, pool = Neighbours(GIB), 30 * GIB
     now_s = 0.0
@@ -56,7 +75,7 @@ def test_what_is_left_is_taken_back_late_and_not_to_the_brim() -> None:
         assert policy.judge(sample(pool, 10 * GIB), pool, FULL, now_s) is None, "it may come back"
     wish = policy.judge(sample(pool, 10 * GIB), pool, FULL, 1.0 + GONE_S)
     assert wish is not None
-    assert wish.pool_bytes == pool + 40 * GIB - 2 * MARGIN
+    assert wish.nbytes == pool + 40 * GIB - 2 * MARGIN
     # No further than full, and not at all where less is free than would be given again soon.
     assert policy.judge(sample(FULL, 0), FULL, FULL, 99.0) is None
     short = 64 * GIB
@@ -73,7 +92,7 @@ def test_pools_of_one_server_do_not_take_the_same_memory_twice() -> None:
         wishes = [
             policy.judge(seen, pool, FULL // 2, float(second)) for policy, pool in zip(policies, pools, strict=True)
         ]
-        pools = [pool if wish is None else wish.pool_bytes for pool, wish in zip(pools, wishes, strict=True)]
+        pools = [pool if wish is None else wish.nbytes for pool, wish in zip(pools, wishes, strict=True)]
         assert sum(pools) + WEIGHTS + others <= TOTAL - MARGIN
     assert sum(pools) >= 50 * GIB, "what is free is used all the same"
 
@@ -94,7 +113,7 @@ def test_one_that_comes_and_goes_does_not_make_it_swing() -> None:
         others = 8 * GIB if second % 8 < 4 else 0
         wish = policy.judge(sample(pool, others), pool, FULL, float(second))
         if wish is not None:
-            pool, changes = wish.pool_bytes, changes + 1
+            pool, changes = wish.nbytes, changes + 1
     assert changes <= 2, "a first guess, and what was too much of it"
 
 

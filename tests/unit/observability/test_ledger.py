@@ -153,6 +153,22 @@ def test_the_way_back_is_told_of_without_what_was_not_measured() -> None:
     assert 'holdfast:link_possible_bytes_per_second{link="vram-ram"' not in text
 
 
+def test_the_disk_that_layers_come_from_is_told_of_as_a_link() -> None:
+    disk = LinkUse(
+        link="nvme-ram", copied_bytes=30 * 10**9, busy_s=12.0, stalled_s=5.0, over_s=20.0, possible_bytes_per_s=2.65e9
+    )
+    found = make_ledger(INFO, EngineStats(links=[LinkUse(), disk]), PROCESSES)
+    assert found is not None
+    said = "link nvme-ram: 27.94 GiB read at 2.5 GB/s of 2.6; steps waited for it 25% of the time"
+    assert summary_lines(found)[-1] == said
+    text = (
+        ServingMetrics("m", engines=[EngineSource(EngineStats, lambda: None)], memory=lambda: found).render().decode()
+    )
+    assert 'holdfast:link_bytes_total{link="nvme-ram",model_name="m"} 3e+10' in text
+    assert 'holdfast:link_stalled_seconds_total{link="nvme-ram",model_name="m"} 5.0' in text
+    assert 'holdfast:link_possible_bytes_per_second{link="nvme-ram",model_name="m"} 2.65e+09' in text
+
+
 def test_experts_over_vram_and_ram_are_told_of() -> None:
     use = ExpertUse(pairs=1000, hits=700, host_pairs=250, host_s=1.0, swaps=3)
     found = make_ledger(INFO, EngineStats(experts=use), PROCESSES)

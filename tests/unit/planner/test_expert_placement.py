@@ -309,6 +309,15 @@ def test_experts_are_met_as_if_by_lot() -> None:
     assert speed.host_s(1000, 1.0) > 24000 / 54e9  # With many tokens it is their operations.
 
 
+def test_the_gpu_fetches_whole_experts_beside_the_cores() -> None:
+    """By both speeds: 0.8 of a half. 3 of a layer that wait are met by one token, and 12 by very many."""
+    places = ExpertPlaces((0, 1), (4, 4), 16, (1000, 1000), (1000, 1000))
+    speed = ExpertSpeed.of(places, per_token=4, expert_parameters=2000, host=machine_of(10))
+    assert speed.fetched(1, 54e9, 1.0) == pytest.approx(1 / 3)
+    assert speed.fetched(1, 54e9 / 10, 1.0) == 0.0, "less than one"
+    assert speed.fetched(1000, 54e9, 1.0) == pytest.approx(4 / 12)
+
+
 # What is said
 
 

@@ -1,5 +1,6 @@
 """A KV pool that breathes: given up while nothing is asked, and where other processes need memory; taken again when a
-request comes, or when they have left.
+request comes, or when they have left. Where layers or experts may leave the GPU as well, neighbours are given of the
+whole budget: what goes, and in which order, is then what another budget would make of it.
 
     full ──idle for so long──► floor ──a request──► full, or as much of it as is free
       └──a neighbour grows──► less ──it has left──► full
@@ -14,11 +15,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from holdfast.engine.core.neighbours import Neighbours, NeighbourWatch
-from holdfast.errors import HoldfastError
-from holdfast.records import PoolChange
+from holdfast.engine.core.neighbours import DeviceSample, Neighbours, NeighbourWatch
+from holdfast.errors import DoesNotFitError, HoldfastError
+from holdfast.records import PoolChange, VramBudget, VramGrant
 from holdfast.scheduler import Scheduler
 from holdfast.units import format_bytes
 
@@ -32,6 +33,15 @@ AGAIN_S = 5.0
 
 Resize = Callable[[int], HoldfastError | None]
 """To so many pages; returns why not, where it stays as it is."""
+SetBudget = Callable[[VramBudget], HoldfastError | None]
+"""Layers, or experts, and pages of KV become what this budget holds; returns why not, where all stays as it is."""
+
+
+class Ways(NamedTuple):
+    """In which the loop changes what is held."""
+
+    resize_kv: Resize
+    set_budget: SetBudget
 
 
 class PoolMemory(Protocol):
@@ -57,16 +67,40 @@ class PoolMemory(Protocol):
         """That holds the pool as it is now; None: it is as it was."""
 
 
+class WholeBudget(Protocol):
+    """Of a GPU on which weights may come to stay, and leave."""
+
+    most_budget_bytes: int
+    """That it may have when neighbours have left."""
+
+    @property
+    def kept_bytes(self) -> int:
+        """By all shares and the pool now."""
+
+    def blocks_with(self, asked: VramBudget, least_blocks: int) -> int:
+        """Pages that the pool would have then."""
+
+    def moves(self, asked: VramBudget, least_blocks: int) -> bool:
+        """Whether that would change anything."""
+
+    def granted(self) -> VramGrant:
+        """What is kept to now."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Shrink:
     blocks: int
     reason: str
     until_s: float
     idle: bool
+    budget: VramBudget | None = None
+    """Where more than the pool gives way."""
 
 
 class Breathing:
-    """`idle_release_s`: None: an idle pool stays. `neighbours` and `watch`: None: others are not looked at."""
+    """`idle_release_s`: None: an idle pool stays. `neighbours` and `watch`: None: others are not looked at. `budget`:
+    None: neighbours are given of the pool alone. `most_kv_bytes`: that the pool was set to; None: what a budget
+    leaves."""
 
     def __init__(
         self,
@@ -75,9 +109,12 @@ class Breathing:
         idle_release_s: float | None = None,
         neighbours: Neighbours | None = None,
         watch: NeighbourWatch | None = None,
+        budget: WholeBudget | None = None,
+        most_kv_bytes: int | None = None,
     ) -> None:
         self._memory, self._idle_release_s = memory, idle_release_s
         self._neighbours, self._watch = neighbours, watch
+        self._budget, self._most_kv = budget, most_kv_bytes
         self._margin = 0
         self._full: int | None = None
         self._shrink: _Shrink | None = None
@@ -102,7 +139,7 @@ class Breathing:
         self._memory.budget_was_set()
         self._full, self._released, self._lacking, self._idle_since_s = None, False, False, None
 
-    def look(self, scheduler: Scheduler, now_s: float, *, idle: bool, resize_kv: Resize) -> PoolChange | None:
+    def look(self, scheduler: Scheduler, now_s: float, *, idle: bool, ways: Ways) -> PoolChange | None:
         """What was changed, if something was. Cheap enough to be called for every step."""
         blocks = scheduler.kv.blocks_total + 1
         if self._full is None:
@@ -112,10 +149,10 @@ class Breathing:
         elif self._idle_since_s is None:
             self._idle_since_s = now_s
         if self._shrink is not None:
-            return self._go_on(scheduler, now_s, idle, resize_kv)
+            return self._go_on(scheduler, now_s, idle, ways)
         if not idle and (self._released or (self._lacking and now_s >= self._again_s)):
-            return self._take(scheduler, blocks, now_s, resize_kv)
-        found = self._of_neighbours(scheduler, blocks, now_s, resize_kv)
+            return self._take(scheduler, blocks, now_s, ways.resize_kv)
+        found = self._look_at_neighbours(scheduler, blocks, now_s, ways)
         if found is not None or self._shrink is not None:
             return found
         idle_s = 0.0 if self._idle_since_s is None else now_s - self._idle_since_s
@@ -124,25 +161,39 @@ class Breathing:
         if blocks <= scheduler.least_blocks:
             return None
         reason = f"no request for {self._idle_release_s:g} s"
-        return self._begin(scheduler, _Shrink(scheduler.least_blocks, reason, now_s + SAVE_IDLE_S, True), resize_kv)
+        return self._begin(scheduler, _Shrink(scheduler.least_blocks, reason, now_s + SAVE_IDLE_S, True), ways)
 
-    def _of_neighbours(self, scheduler: Scheduler, blocks: int, now_s: float, resize_kv: Resize) -> PoolChange | None:
+    def _look_at_neighbours(self, scheduler: Scheduler, blocks: int, now_s: float, ways: Ways) -> PoolChange | None:
         sample = None if self._watch is None else self._watch.take()
         if sample is None or self._neighbours is None or self._full is None:
             return None
         self._margin = self._neighbours.margin_bytes(sample.total_bytes)
+        if self._budget is not None:
+            return self._share(scheduler, self._budget, self._neighbours, sample, now_s, ways)
+        return self._share_pool(scheduler, blocks, self._neighbours, sample, now_s, ways)
+
+    def _share_pool(
+        self,
+        scheduler: Scheduler,
+        blocks: int,
+        neighbours: Neighbours,
+        sample: DeviceSample,
+        now_s: float,
+        ways: Ways,
+    ) -> PoolChange | None:
+        assert self._full is not None
         pool, page = self._memory.pool_bytes, scheduler.kv.layout.page_bytes
         self._full = max(self._full, self._memory.full_blocks(self._full))
         full = pool if self._released else self._full * page
-        wish = self._neighbours.judge(sample, pool, full, now_s)
+        wish = neighbours.judge(sample, pool, full, now_s)
         if wish is None:
             return None
-        if wish.pool_bytes > pool:
+        if wish.nbytes > pool:
             # A device gives memory in pieces, and the full pool may need but a part of its last one.
-            whole = wish.pool_bytes >= self._full * page
-            wanted = self._full if whole else min(self._full, self._memory.blocks_of(wish.pool_bytes))
-            return self._grow(scheduler, blocks, wanted, wish.reason, resize_kv)
-        wanted = max(scheduler.least_blocks, self._memory.blocks_of(max(0, wish.pool_bytes)))
+            whole = wish.nbytes >= self._full * page
+            wanted = self._full if whole else min(self._full, self._memory.blocks_of(wish.nbytes))
+            return self._grow(scheduler, blocks, wanted, wish.reason, ways.resize_kv)
+        wanted = max(scheduler.least_blocks, self._memory.blocks_of(max(0, wish.nbytes)))
         if wanted >= blocks:
             log.warning(
                 "the KV pool cannot give way to neighbours: %s is one sequence of full length (%s)",
@@ -151,16 +202,70 @@ class Breathing:
             )
             return None
         self._lacking = False
-        return self._begin(scheduler, _Shrink(wanted, wish.reason, now_s + SAVE_S, False), resize_kv)
+        return self._begin(scheduler, _Shrink(wanted, wish.reason, now_s + SAVE_S, False), ways)
 
-    def _begin(self, scheduler: Scheduler, shrink: _Shrink, resize_kv: Resize) -> PoolChange | None:
+    def _share(
+        self,
+        scheduler: Scheduler,
+        budget: WholeBudget,
+        neighbours: Neighbours,
+        sample: DeviceSample,
+        now_s: float,
+        ways: Ways,
+    ) -> PoolChange | None:
+        """Of the whole budget: layers and KV go, and come, as with a budget that somebody asks for."""
+        kept, least = budget.kept_bytes, scheduler.least_blocks
+        # While nobody asks and the pool was given up, nothing is gained by more.
+        wish = neighbours.judge(sample, kept, kept if self._released else budget.most_budget_bytes, now_s)
+        if wish is None:
+            return None
+        asked = VramBudget(budget_bytes=max(0, wish.nbytes), at_most_free=True, kv_bytes=self._most_kv)
+        try:
+            if not budget.moves(asked, least):
+                if wish.nbytes < kept:
+                    log.warning(
+                        "nothing can give way to neighbours: %s are the least (%s)", format_bytes(kept), wish.reason
+                    )
+                return None
+            blocks = budget.blocks_with(asked, least)
+        except DoesNotFitError as error:  # They were faster.
+            log.warning("VRAM stays at %s: %s", format_bytes(kept), error.message)
+            return None
+        if wish.nbytes > kept:
+            return self._change_budget(scheduler, budget, asked, wish.reason, ways.set_budget)
+        self._lacking = False
+        return self._begin(scheduler, _Shrink(blocks, wish.reason, now_s + SAVE_S, False, asked), ways)
+
+    def _change_budget(
+        self, scheduler: Scheduler, budget: WholeBudget, asked: VramBudget, reason: str, set_budget: SetBudget
+    ) -> PoolChange | None:
+        before = budget.granted()
+        if (problem := set_budget(asked)) is not None:
+            log.warning("VRAM stays as it is shared: %s", problem.message)
+            return None
+        if self._watch is not None:
+            self._watch.take()  # It is of what was held before.
+        after = budget.granted()
+        # What is full is another pool now; one that was given up while nobody asked is given up anew.
+        self._full, self._released = scheduler.kv.blocks_total + 1, False
+        log.info("VRAM: %s: %s", _said(before, after), reason)
+        return PoolChange(
+            blocks=after.blocks,
+            kv_bytes=after.kv_bytes,
+            reason=reason,
+            lowered=after.budget_bytes < budget.most_budget_bytes,
+            budget_bytes=after.budget_bytes,
+            granted=after,
+        )
+
+    def _begin(self, scheduler: Scheduler, shrink: _Shrink, ways: Ways) -> PoolChange | None:
         tiers, self._shrink = scheduler.kv.tiers, shrink
         if tiers is None or not tiers.host.total:
-            return self._shrink_now(scheduler, resize_kv)
-        tiers.begin_sparing(scheduler.kv.blocks_total + 1 - shrink.blocks)
+            return self._shrink_now(scheduler, ways)
+        tiers.begin_sparing(max(0, scheduler.kv.blocks_total + 1 - shrink.blocks))
         return None
 
-    def _go_on(self, scheduler: Scheduler, now_s: float, idle: bool, resize_kv: Resize) -> PoolChange | None:
+    def _go_on(self, scheduler: Scheduler, now_s: float, idle: bool, ways: Ways) -> PoolChange | None:
         shrink, tiers = self._shrink, scheduler.kv.tiers
         assert shrink is not None
         if shrink.idle and not idle:  # Somebody asks: nothing has been given up yet.
@@ -168,15 +273,17 @@ class Breathing:
             return None
         if now_s < shrink.until_s and tiers is not None and not tiers.spared:
             return None
-        return self._shrink_now(scheduler, resize_kv)
+        return self._shrink_now(scheduler, ways)
 
-    def _shrink_now(self, scheduler: Scheduler, resize_kv: Resize) -> PoolChange | None:
+    def _shrink_now(self, scheduler: Scheduler, ways: Ways) -> PoolChange | None:
         shrink, blocks, held = self._shrink, scheduler.kv.blocks_total + 1, self._memory.pool_bytes
         assert shrink is not None
         self._end(scheduler)
+        if shrink.budget is not None and self._budget is not None:
+            return self._change_budget(scheduler, self._budget, shrink.budget, shrink.reason, ways.set_budget)
         if shrink.blocks > scheduler.kv.blocks_total:
             return None
-        if (problem := resize_kv(shrink.blocks)) is not None:
+        if (problem := ways.resize_kv(shrink.blocks)) is not None:
             raise problem
         self._released = self._released or shrink.idle
         return self._changed(scheduler, blocks, held, shrink.reason, lowered=True)
@@ -239,3 +346,13 @@ class Breathing:
     def close(self) -> None:
         if self._watch is not None:
             self._watch.close()
+
+
+def _said(before: VramGrant, after: VramGrant) -> str:
+    """What gave way, or came."""
+    found = [f"{format_bytes(after.budget_bytes)} instead of {format_bytes(before.budget_bytes)}"]
+    if before.layers is not None and after.layers is not None:
+        found.append(f"{len(after.layers.streamed)} layers streamed ({len(before.layers.streamed)} before)")
+    if before.experts is not None and after.experts is not None:
+        found.append(f"{sum(after.experts.resident):,} experts stay ({sum(before.experts.resident):,} before)")
+    return ", ".join([*found, f"KV pool of {format_bytes(after.kv_bytes)} ({format_bytes(before.kv_bytes)} before)"])

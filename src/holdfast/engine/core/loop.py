@@ -10,7 +10,7 @@ from typing import Protocol
 
 import msgspec
 
-from holdfast.engine.core.breathing import Breathing
+from holdfast.engine.core.breathing import Breathing, Ways
 from holdfast.engine.core.kv_balance import KVBalance
 from holdfast.engine.core.no_structured_output import NoStructuredOutput, StructuredOutputs
 from holdfast.engine.core.pool_resizes import Laps, PoolResizes
@@ -85,7 +85,7 @@ class Vram(Protocol):
 class EngineCore:
     """`steps_ahead`: how many steps may be planned before the oldest is applied (0: none, 1: overlap; of a pipeline one
     less than it has stages).
-    `vram`: of the GPU that the model is computed on. `link_use`: of what moves between it and RAM.
+    `vram`: of the GPU that the model is computed on. `link_use`: of what moves between it, RAM and a disk.
     `expert_use`: of experts that do not all stay on it. `structured_output`: makes answers follow a grammar.
     `kv_balance`: lets layers leave the GPU for KV that is wanted. `breathing`: gives memory of the KV pool up while
     nobody needs it, or others do. `store_use`: of the store of KV pages on disk. `check_ranks`: raises where one
@@ -308,13 +308,14 @@ class EngineCore:
             self._run_without_rows(waiting)
 
     def breathe(self) -> None:
-        """The KV pool gives memory up that nobody asks for or that others need, or takes it again. Before a step, and
-        while there is nothing to do; of whatever stops it: as of a step."""
+        """The KV pool, and layers or experts beside it, give memory up that nobody asks for or that others need, or
+        take it again. Before a step, and while there is nothing to do; of whatever stops it: as of a step."""
         if self.breathing is None or self._resizes.preparing:
             return
         self._resizes.begin_change()
         idle = not (self.scheduler.has_unfinished or self.structured_output.compiling or self._undelivered)
-        found = self.breathing.look(self.scheduler, time.monotonic(), idle=idle, resize_kv=self._try_resize)
+        ways = Ways(self._try_resize, self._try_budget)
+        found = self.breathing.look(self.scheduler, time.monotonic(), idle=idle, ways=ways)
         if found is not None:
             self._breathed = msgspec.structs.replace(found, stood_still_s=self._resizes.stood_still_s)
 
@@ -325,6 +326,17 @@ class EngineCore:
         try:
             self.resize_kv(blocks)
         except (DoesNotFitError, EngineError) as error:
+            if self.scheduler is not scheduler:
+                raise
+            return error
+        return None
+
+    def _try_budget(self, asked: VramBudget) -> HoldfastError | None:
+        """Likewise."""
+        scheduler = self.scheduler
+        try:
+            self._change_vram(asked)
+        except DoesNotFitError as error:
             if self.scheduler is not scheduler:
                 raise
             return error
@@ -364,12 +376,16 @@ class EngineCore:
         """Raises DoesNotFitError, and changes nothing, where so much is not there."""
         self._resizes.end_preparing(self.scheduler)
         self._resizes.begin_change()
+        granted = self._change_vram(asked)
+        if self.breathing is not None:
+            self.breathing.resized(self.scheduler)
+        return granted
+
+    def _change_vram(self, asked: VramBudget) -> VramGrant:
         began_s, resizing_s = time.monotonic(), self._resizes.resizing_s
         granted = self._gpu.change(asked, self.scheduler.least_blocks, self.resize_kv)
         # Beside resizes of the pool, what layers or experts took that came or left.
         self._resizes.note(time.monotonic() - began_s - (self._resizes.resizing_s - resizing_s))
-        if self.breathing is not None:
-            self.breathing.resized(self.scheduler)
         return granted
 
     @property
@@ -388,9 +404,9 @@ class EngineCore:
             use, tiers = self._store_use(), self.scheduler.kv.tiers
             dropped = use.dropped_writes_total + (0 if tiers is None else tiers.dropped_writes)
             stats = msgspec.structs.replace(stats, kv_store=msgspec.structs.replace(use, dropped_writes_total=dropped))
-        if self._vram is None:
-            return stats
         links = [] if self._link_use is None else self._link_use()
+        if self._vram is None:
+            return msgspec.structs.replace(stats, links=links) if links else stats
         experts = None if self._expert_use is None else self._expert_use()
         return msgspec.structs.replace(stats, device_bytes=self._vram.own_bytes(), links=links, experts=experts)
 

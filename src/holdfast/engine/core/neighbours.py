@@ -1,11 +1,13 @@
-"""Whether the KV pool shall give memory to other processes of the same device, or take back what they left. Decides by
-samples of the device, which a thread takes; resizes nothing.
+"""Whether an engine shall give memory to other processes of the same device, or take back what they left: of its KV
+pool, or of its whole budget where weights may leave too. Decides by samples of the device, which a thread takes; moves
+nothing.
 
     free  0 ─────── margin ─────── 2 x margin ─────── 3 x margin ─────────►
           others grow: shrink to ──►│                  │◄── 10 s long: grow to 2 x margin
 
 A neighbour takes what is free before anybody can see it, so a margin is kept for its first steps; what it took since
-the last look is given once more, so that one that goes on taking finds it.
+the last look is given once more, so that one that goes on taking finds it. One that comes again soon after memory was
+taken back is waited for longer the next time: layers do not go to and fro with it.
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ SAMPLE_S = 1.0
 NOISE_BYTES = 32 * MIB
 """Less than this is no neighbour's growth: counts of a driver, and of a system, are never still."""
 GONE_S = 10.0
-"""For which memory must be free before it is taken back."""
+"""For which memory must be free before it is taken back; longer where a neighbour comes again and again."""
+AGAIN_WITHIN, MOST_PATIENCE = 6.0, 16.0
+"""A neighbour that comes again within so many times that wait, after memory was taken back, doubles the next; up to so
+many times GONE_S."""
 MARGIN_SHARE = 0.05
 CLOSE_S = 1.0
 
@@ -42,9 +47,9 @@ class DeviceSample:
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What the pool shall be, and why."""
+    """What shall be held from now on, and why."""
 
-    pool_bytes: int
+    nbytes: int
     reason: str
 
 
@@ -58,12 +63,15 @@ class Neighbours:
         self._seen: int | None = None
         """What others held when there was room for them, or when they were given some."""
         self._roomy_since_s: float | None = None
+        self._patience = 1.0
+        """Of GONE_S, so many times."""
+        self._took_back_s: float | None = None
 
     def margin_bytes(self, total_bytes: int) -> int:
         return max(self._least, int(total_bytes * MARGIN_SHARE))
 
-    def judge(self, sample: DeviceSample, pool_bytes: int, full_bytes: int, now_s: float) -> Wish | None:
-        """None: it stays as it is. `full_bytes`: of the pool with no neighbours."""
+    def judge(self, sample: DeviceSample, held_bytes: int, full_bytes: int, now_s: float) -> Wish | None:
+        """None: it stays as it is. `held_bytes`: of what may become less; `full_bytes`: of it with no neighbours."""
         margin, others = self.margin_bytes(sample.total_bytes), sample.others_bytes
         seen = others if self._seen is None else self._seen
         grew = others - seen
@@ -71,24 +79,34 @@ class Neighbours:
             self._seen = others
         if sample.free_bytes < margin and grew >= NOISE_BYTES:
             self._seen, self._roomy_since_s = others, None
+            self._note_again(now_s)
             held = f"others hold {format_bytes(others)}, {format_bytes(grew)} more than before"
             return Wish(
-                pool_bytes - (2 * margin + grew - sample.free_bytes),
+                held_bytes - (2 * margin + grew - sample.free_bytes),
                 f"{held}, and {format_bytes(sample.free_bytes)} were free (margin {format_bytes(margin)})",
             )
-        if pool_bytes >= full_bytes or sample.free_bytes <= 3 * margin:
+        if held_bytes >= full_bytes or sample.free_bytes <= 3 * margin:
             self._roomy_since_s = None
             return None
         if self._roomy_since_s is None:
             self._roomy_since_s = now_s
-        if now_s - self._roomy_since_s < GONE_S:
+        gone_s = GONE_S * self._patience
+        if now_s - self._roomy_since_s < gone_s:
             return None
-        self._roomy_since_s = None
-        free = f"{format_bytes(sample.free_bytes)} were free for {GONE_S:g} s"
+        self._roomy_since_s, self._took_back_s = None, now_s
+        free = f"{format_bytes(sample.free_bytes)} were free for {gone_s:g} s"
         return Wish(
-            min(full_bytes, pool_bytes + (sample.free_bytes - 2 * margin) // self._pools),
+            min(full_bytes, held_bytes + (sample.free_bytes - 2 * margin) // self._pools),
             f"{free}, and others hold {format_bytes(others)}",
         )
+
+    def _note_again(self, now_s: float) -> None:
+        """A neighbour needs memory: was it only just taken back?"""
+        if self._took_back_s is None:
+            return
+        soon = now_s - self._took_back_s < AGAIN_WITHIN * GONE_S * self._patience
+        self._patience = min(MOST_PATIENCE, 2 * self._patience) if soon else 1.0
+        self._took_back_s = None
 
 
 class NeighbourWatch:
@@ -116,7 +134,7 @@ class NeighbourWatch:
                 found = None
                 log.debug("yield_to_neighbours: %s: %s", type(error).__name__, error)
             if found is None and not silent:
-                log.warning("yield_to_neighbours: the device does not tell what is free; the KV pool stays as it is")
+                log.warning("yield_to_neighbours: the device does not tell what is free; nothing gives way")
             silent = found is None
             self._latest = found or self._latest
 

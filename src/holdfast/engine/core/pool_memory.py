@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from holdfast.config import EngineConfig
-from holdfast.engine.core.breathing import Breathing, PoolMemory
+from holdfast.engine.core.breathing import Breathing, PoolMemory, WholeBudget
 from holdfast.engine.core.neighbours import DeviceSample, Neighbours, NeighbourWatch
 from holdfast.hardware import family_bytes, memory, resident
 from holdfast.hardware.nvidia import device_use
@@ -23,9 +23,10 @@ LEAST_MARGIN_BYTES, LEAST_VRAM_MARGIN_BYTES = 512 * MIB, GIB
 """That stay free for neighbours, of RAM and of a GPU."""
 
 
-class VramShares(PoolMemory, Protocol):
-    most_budget_bytes: int
-    """That the pool and all else may have when neighbours have left."""
+class VramShares(PoolMemory, WholeBudget, Protocol):
+    @property
+    def movable(self) -> bool:
+        """Whether layers or experts may come to stay, and leave."""
 
     @property
     def reserved_bytes(self) -> int:
@@ -85,10 +86,12 @@ def breathe_in_ram(core: EngineCore, config: EngineConfig) -> None:
 
 
 def breathe_in_vram(core: EngineCore, config: EngineConfig, plan: Plan, vram: VramShares) -> None:
-    if config.yield_to_neighbours and config.kv_cache_memory_bytes is None:
+    # What was set by hand stays so.
+    weights_too = vram.movable and not plan.question.settings.offload.by_hand
+    if config.yield_to_neighbours and (weights_too or config.kv_cache_memory_bytes is None):
         vram.most_budget_bytes = config.vram or int(plan.device.total_bytes * plan.utilization)
-    uuid = "" if plan.engine.gpu is None else plan.engine.gpu.uuid
-    core.breathing = _breathing(config, vram, lambda: sample_gpu(uuid, lambda: vram.reserved_bytes))
+    uuid, budget = "" if plan.engine.gpu is None else plan.engine.gpu.uuid, vram if weights_too else None
+    core.breathing = _breathing(config, vram, lambda: sample_gpu(uuid, lambda: vram.reserved_bytes), budget)
 
 
 def breathing_decisions(config: EngineConfig, plan: Plan, total_bytes: int) -> list[Decision]:
@@ -102,7 +105,10 @@ def breathing_decisions(config: EngineConfig, plan: Plan, total_bytes: int) -> l
         found.append(Decision("idle_release", f"{config.idle_release:g} s", said, "set"))
     if config.yield_to_neighbours:
         margin = Neighbours(_least_margin(config)).margin_bytes(total_bytes)
-        said = f"others that leave less than {format_bytes(margin)} free get memory of the KV pool, down to {least}"
+        of = "the KV pool"
+        if plan.engine.streamed is not None or plan.engine.expert_places is not None:
+            of = "layers or experts, which then wait in RAM, and of the KV pool"
+        said = f"others that leave less than {format_bytes(margin)} free get memory of {of}, down to {least}"
         found.append(Decision("yield_to_neighbours", "on", said, "set"))
     return found
 
@@ -116,8 +122,13 @@ def _pools(config: EngineConfig) -> int:
     return 1 if config.device == "cuda" else config.data_parallel_size
 
 
-def _breathing(config: EngineConfig, pool: PoolMemory, sample: Callable[[], DeviceSample | None]) -> Breathing | None:
-    """None: nothing of it was asked for."""
+def _breathing(
+    config: EngineConfig,
+    pool: PoolMemory,
+    sample: Callable[[], DeviceSample | None],
+    budget: WholeBudget | None = None,
+) -> Breathing | None:
+    """None: nothing of it was asked for. `budget`: None: neighbours get memory of the pool alone."""
     if not config.idle_release and not config.yield_to_neighbours:
         return None
     return Breathing(
@@ -125,4 +136,6 @@ def _breathing(config: EngineConfig, pool: PoolMemory, sample: Callable[[], Devi
         idle_release_s=config.idle_release or None,
         neighbours=Neighbours(_least_margin(config), _pools(config)) if config.yield_to_neighbours else None,
         watch=NeighbourWatch(sample) if config.yield_to_neighbours else None,
+        budget=budget,
+        most_kv_bytes=config.kv_cache_memory_bytes,
     )

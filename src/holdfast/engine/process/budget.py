@@ -232,7 +232,10 @@ def changed_by_itself(now: Serving, message: protocol.Balanced | protocol.Breath
 
 def breathed(now: Serving, change: PoolChange) -> tuple[Plan, EngineInfo]:
     """With a pool of another size for a while. The plan stays, but for a budget that was raised: a process that is
-    started again begins with the whole pool, and says so."""
+    started again begins with the whole pool, and says so. Where layers or experts gave way too, it begins with what
+    neighbours have left, and takes more when they go."""
+    if change.granted is not None:
+        return _shared(now, change, change.granted)
     pool = f"{format_bytes(change.blocks * now.plan.engine.layout.page_bytes)} ({counted(change.blocks, 'block')})"
     decision = Decision(
         "kv_pool", pool, f"{change.reason}; {stood_still(change.stood_still_s)}", "measured", lowered=change.lowered
@@ -243,6 +246,15 @@ def breathed(now: Serving, change: PoolChange) -> tuple[Plan, EngineInfo]:
     others = (one for one in plan.decisions if one.field != "kv_pool")
     shown, on_gpu = replace(plan, decisions=(*others, decision)), plan.engine.gpu is not None
     return plan, told(now.info, shown, change.blocks, change.kv_bytes if on_gpu else None)
+
+
+def _shared(now: Serving, change: PoolChange, granted: VramGrant) -> tuple[Plan, EngineInfo]:
+    """With what neighbours leave of the budget that was set, which holds again when they go."""
+    asked = VramBudget(budget_bytes=granted.budget_bytes, kv_bytes=now.config.kv_cache_memory_bytes)
+    then = with_vram(now, asked, now.config.vram, granted)
+    budget = Decision("budget", format_bytes(granted.budget_bytes), change.reason, "measured", lowered=change.lowered)
+    plan = replace(then.plan, decisions=tuple(budget if one.field == "budget" else one for one in then.plan.decisions))
+    return plan, _with_standstill(told(then.info, plan, granted.blocks, granted.kv_bytes), change.stood_still_s)
 
 
 def balanced(now: Serving, granted: VramGrant) -> tuple[Plan, EngineInfo]:

@@ -350,7 +350,14 @@ def build_core(
         stored=None if opened is None else opened.store,
     )
     store_use = None if opened is None else opened.use
-    core = EngineCore(scheduler, core_runner, steps_ahead=ahead, store_use=store_use, check_ranks=ranks.check)
+    core = EngineCore(
+        scheduler,
+        core_runner,
+        steps_ahead=ahead,
+        link_use=None if plan.engine.streamed is None else runner.link_use,
+        store_use=store_use,
+        check_ranks=ranks.check,
+    )
     return core, engine_info(config, model.files, model.spec, plan, runner, report, profile_run_s)
 
 
@@ -412,9 +419,8 @@ def _build_on_gpus(
 
 
 def _balances(config: EngineConfig, plan: Plan) -> bool:
-    """Whether KV and layers may change places by themselves: neither was set by hand, and no neighbour has a say."""
-    by_hand = config.kv_cache_memory_bytes is not None or plan.question.settings.offload.by_hand
-    return not by_hand and not config.yield_to_neighbours
+    """Whether KV and layers may change places by themselves: neither was set by hand."""
+    return config.kv_cache_memory_bytes is None and not plan.question.settings.offload.by_hand
 
 
 def _still_fits(config: EngineConfig, plan: Plan) -> Plan:

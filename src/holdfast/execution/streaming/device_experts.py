@@ -29,12 +29,12 @@ import torch
 
 from holdfast.errors import EngineError
 from holdfast.execution.memory import Arena
-from holdfast.execution.streaming.copies import Copies
+from holdfast.execution.streaming.copies import Copies, back_rate
 from holdfast.execution.streaming.expert_exchange import FetchedPieces, LayerExchange, bytes_of
 from holdfast.execution.streaming.expert_host import ExpertHost
 from holdfast.execution.streaming.expert_uses import ExpertUses, Swap
 from holdfast.execution.streaming.pinned_memory import PinnedMemory, as_device_memory
-from holdfast.footprint.expert_places import ExpertPlaces
+from holdfast.footprint.expert_places import LINK_SHARE, ExpertPlaces
 from holdfast.footprint.streamed import with_gaps
 from holdfast.observability.decisions import Decision
 from holdfast.records import ExpertUse, LinkUse
@@ -45,8 +45,6 @@ log = logging.getLogger("holdfast")
 FEW_TOKENS = 16
 """Of a step for which only the experts come that it chose. With more, most of those that wait are chosen by some token:
 16 that choose 8 of 128 alike take 64% of them, 32 take 87%."""
-LINK_SHARE = 0.8
-"""Of the link's share by its speed, beside the host's, what it gets of the experts that a step chose and that wait."""
 SWAPS_A_STEP = 2
 """Experts that change places before a step, at most: a tenth of a millisecond each on PCIe 5."""
 MEASURED_LAYERS = 8
@@ -111,7 +109,7 @@ class DeviceExperts:
         self._counted = ExpertUses(self.places.cpu().clone())
         self._over_link = 0
         """Pairs that were computed with what came over the link, as told last."""
-        self._paused, self._possible = False, 0.0
+        self._paused, self._possible, self.possible_back = False, 0.0, 0.0
         self.slots: torch.Tensor | None = None  # Of the rows of the step that is being launched, which is then padded.
 
     @property
@@ -453,13 +451,13 @@ class DeviceExperts:
 
     def decisions(self) -> list[Decision]:
         """How fast experts come, measured as steps with many tokens bring them, and what follows of it."""
-        layers = self._layers[:MEASURED_LAYERS]
+        layers, size = self._layers[:MEASURED_LAYERS], sum(self._sizes)
         self._bring(layers[:1])  # What is only done once is done.
         began_s = time.monotonic()
         self._bring(layers)
-        took_s = max(time.monotonic() - began_s, 1e-6)
-        self._possible = sum(self._size(layer) for layer in layers) / took_s
-        size = sum(self._sizes)
+        self._possible = sum(self._size(layer) for layer in layers) / max(time.monotonic() - began_s, 1e-6)
+        last = layers[-1]  # It goes back to where it waits, as it is there already.
+        self.possible_back = back_rate(self._copies, self._slot(last).tensor[: self._size(last)], self._piece(last))
         step = (
             f"a step of more than {self.few_tokens} tokens copies {format_bytes(size)} of experts from RAM and takes at"
             f" least {size / self._possible:.2f} s"

@@ -25,7 +25,7 @@ import torch
 from holdfast.execution.gpu.memory.layer_ranges import LayerRanges
 from holdfast.execution.gpu.memory.virtual_memory import RangeError
 from holdfast.execution.memory import ALIGNED_BYTES, Arena
-from holdfast.execution.streaming.copies import Copies
+from holdfast.execution.streaming.copies import Copies, back_rate
 from holdfast.execution.streaming.disk.embedding_rows import EmbeddingRows
 from holdfast.execution.streaming.disk.layer_file import LayerFile
 from holdfast.execution.streaming.disk.read_ahead import ReadAhead
@@ -97,7 +97,9 @@ class DeviceLayers:
         self._cuts: dict[int, int] = {}
         """Bytes of the first half, by layer."""
         self._arena: Arena | None = None
-        self._paused, self._possible = False, 0.0
+        self._paused, self._possible, self._possible_disk = False, 0.0, 0.0
+        self.possible_back = 0.0
+        """Bytes a second to the host, as measured at the start."""
         self.hosted: frozenset[int] = frozenset()
         """Whose second halves stay where they wait, in the step that is launched: the host computes from them."""
         self.host_bytes = 0
@@ -283,16 +285,23 @@ class DeviceLayers:
     def use(self) -> LinkUse:
         return msgspec.structs.replace(self._copies.use(), possible_bytes_per_s=self._possible)
 
+    def disk_use(self) -> LinkUse | None:
+        """None: nothing waits on a disk."""
+        if self._file is None:
+            return None
+        return msgspec.structs.replace(self._file.use(), possible_bytes_per_s=self._possible_disk)
+
     def decisions(self) -> list[Decision]:
         """How fast layers come, measured as steps bring them, and what follows of it."""
         found = []
         if self._in_ram:
             size, rate = sum(self._sizes[layer] for layer in self._in_ram), self._rate(list(self._in_ram))
             step = f"a step copies {format_bytes(size)} from RAM and takes at least {size / rate:.2f} s"
-            self._possible = rate
+            self._possible, self.possible_back = rate, self._rate_back(next(iter(self._in_ram)))
             found.append(Decision("link_copy", f"{rate / 1e9:.1f} GB/s", step, "measured"))
         if self._on_disk is not None and self._file is not None:
             size, rate = self._streamed.read_bytes, self._rate(list(self._streamed.on_disk))
+            self._possible_disk = rate
             how = "" if self._file.direct else "; through the page cache, since this file system has no direct reads"
             step = f"a step reads {format_bytes(size)} and takes at least {size / rate:.2f} s{how}"
             found.append(Decision("nvme_read", f"{rate / 1e9:.2f} GB/s", step, "measured"))
@@ -305,6 +314,12 @@ class DeviceLayers:
         began_s = time.monotonic()
         self._bring(layers)
         return sum(self._sizes[layer] for layer in layers) / max(time.monotonic() - began_s, 1e-6)
+
+    def _rate_back(self, layer: int) -> float:
+        """Bytes a second, of a layer that goes back to where it waits, as it is there already."""
+        self._bring([layer])
+        source, target = self.place(layer)[: self._sizes[layer]], self._in_ram[layer]
+        return back_rate(self._copies, source, target)
 
     def _bring(self, layers: list[int]) -> None:
         for layer in layers:

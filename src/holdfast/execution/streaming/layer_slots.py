@@ -14,12 +14,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 
+import msgspec
 import torch
 
 from holdfast.execution.memory import Arena
 from holdfast.execution.streaming.disk.layer_file import LayerFile
 from holdfast.footprint.streamed import StreamedLayers
 from holdfast.observability.decisions import Decision
+from holdfast.records import LinkUse
 from holdfast.units import format_bytes
 
 MEASURED_PLACES = 8
@@ -33,6 +35,7 @@ class LayerSlots:
         self._file = file
         self._place = {layer: place for place, layer in enumerate(streamed.layers)}
         self._slots = [_Slot(streamed.place_bytes) for _ in range(streamed.slots)]
+        self._possible = 0.0
 
     @property
     def nbytes(self) -> int:
@@ -62,10 +65,11 @@ class LayerSlots:
         if slot.place != place:
             self._fill(slot, place)
         try:
-            for piece in slot.coming:
-                piece.result()
-                if beat is not None:
-                    beat()
+            with self._file.awaited():
+                for piece in slot.coming:
+                    piece.result()
+                    if beat is not None:
+                        beat()
         except BaseException:
             slot.place = None  # Its other pieces may still be on their way: whoever fills it next waits for them.
             raise
@@ -85,10 +89,14 @@ class LayerSlots:
         for slot in self._slots:
             for piece in slot.coming:
                 piece.result()
-        rate = places * self._file.place_bytes / max(time.monotonic() - began_s, 1e-6)
+        self._possible = rate = places * self._file.place_bytes / max(time.monotonic() - began_s, 1e-6)
         step = f"a step reads {format_bytes(self.file_bytes)} and takes at least {self.file_bytes / rate:.2f} s"
         how = "" if self._file.direct else "; through the page cache, since this file system has no direct reads"
         return Decision("nvme_read", f"{rate / 1e9:.2f} GB/s", f"{step}{how}", "measured")
+
+    def use(self) -> LinkUse:
+        """Of the way from the disk."""
+        return msgspec.structs.replace(self._file.use(), possible_bytes_per_s=self._possible)
 
     def _fill(self, slot: _Slot, place: int) -> None:
         wait(slot.coming)  # Of another layer, which nobody has waited for.

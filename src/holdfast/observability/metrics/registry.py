@@ -316,9 +316,13 @@ class _MemoryCollector(Collector):
         if not links:
             return
         counters = (
-            ("bytes", "Bytes of weights and KV pages copied over it.", [link.copied_bytes for link in links]),
-            ("busy_seconds", "Seconds that these copies took.", [link.busy_s for link in links]),
-            ("stalled_seconds", "Seconds that the GPU waited for them.", [link.stalled_s for link in links]),
+            ("bytes", "Bytes of weights and KV pages copied over it, or read.", [link.copied_bytes for link in links]),
+            ("busy_seconds", "Seconds that these copies, or reads, took.", [link.busy_s for link in links]),
+            (
+                "stalled_seconds",
+                "Seconds that the GPU, or a step, waited for them.",
+                [link.stalled_s for link in links],
+            ),
         )
         for name, text, values in counters:
             total = CounterMetricFamily(f"holdfast:link_{name}", text, labels=["model_name", "link"])

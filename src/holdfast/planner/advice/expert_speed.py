@@ -3,7 +3,7 @@
     many tokens   the experts that wait are all copied:   max(computing, bytes that wait / link)
     few tokens    nothing is copied:                      computing without those that wait, and for these
                   with the host's cores    max(bytes met / memory of the host, operations / cores) beside the experts
-                                           that stay, and a round trip a layer
+                                           that stay and those that the GPU fetches meanwhile, and a round trip a layer
                   without them             bytes met / link, as kernels read over it
 
 Whichever is sooner counts. A router that prefers some experts is faster than this: those that are used most stay.
@@ -12,9 +12,10 @@ And one whose layers are streamed, where the host's cores compute some of their 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from holdfast.footprint.expert_places import FEW_TOKENS, MLP_MATRICES, ExpertPlaces
+from holdfast.footprint.expert_places import FEW_TOKENS, LINK_SHARE, MLP_MATRICES, ExpertPlaces
 from holdfast.footprint.experts import kinds
 from holdfast.footprint.identity_key import Same
 from holdfast.footprint.streamed import MOST_IN_A_ROW, WORTH, StreamedLayers, hosted_layers, speedup
@@ -42,6 +43,8 @@ class ExpertSpeed:
     met_share: float
     """Of a layer's experts that one token chooses."""
     layers: int
+    waiting: float
+    """Experts of a layer, in the mean."""
     host: bool
     """The host's cores compute."""
     host_gb_s: float
@@ -57,6 +60,7 @@ class ExpertSpeed:
             waiting_bytes=sum(places.waiting_bytes),
             met_share=per_token / places.experts,
             layers=len(places.layers),
+            waiting=waiting / len(places.layers),
             host=bool(places.host_sizes),
             host_gb_s=host_gb_s(host),
             host_flops=host_flops(host),
@@ -74,6 +78,13 @@ class ExpertSpeed:
         """That the cores take; `share` of what they are taken to do."""
         reading = self.waiting_bytes * self.met(tokens) / (self.host_gb_s * GB * share)
         return max(reading, 2 * tokens * self.parameters / (self.host_flops * share))
+
+    def fetched(self, tokens: int, link_bytes_per_s: float, share: float) -> float:
+        """Share of the experts met that the GPU fetches itself while the cores compute the others: by the speeds of
+        both, and whole ones of each layer, so that one token's are mostly the cores'. `share` as above."""
+        met = self.waiting * self.met(tokens)
+        part = LINK_SHARE * link_bytes_per_s / (link_bytes_per_s + self.host_gb_s * GB * share)
+        return math.floor(met * part) / met if met else 0.0
 
     def link_s(self, tokens: int, link_bytes_per_s: float) -> float:
         """That kernels take which read over the link what tokens meet."""

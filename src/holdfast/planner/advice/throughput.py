@@ -414,7 +414,10 @@ def _parts(fit: Plan, stage: Stage, work: StepWork, efficiency: Efficiency) -> M
     staying = copied["weights"] * stage.reads.of_experts(work.tokens) / read - waiting
     ways = [copied, {**copied, "over_link": experts.link_s(work.tokens, link), "host": 0.0}]
     if experts.host:
-        cores = max(0.0, experts.host_s(work.tokens, efficiency.cores) - staying) + experts.trips_s()
+        fetched = experts.fetched(work.tokens, link, efficiency.cores)
+        computed_s = experts.host_s(work.tokens, efficiency.cores) * (1 - fetched)
+        both = max(computed_s, experts.link_s(work.tokens, link) * fetched)
+        cores = max(0.0, both - staying) + experts.trips_s()
         ways.append({**copied, "weights": copied["weights"] - waiting, "cores": cores, "host": 0.0})
     return min(ways, key=_stage_s)
 

@@ -300,6 +300,24 @@ class VramArbiter:
             self.shares["page_tables"] = page_tables_bytes(layers.pinned_bytes) + self._other_tables
         self._resident = layers.resident_bytes
 
+    def moves(self, asked: VramBudget, least_blocks: int) -> bool:
+        """Whether `change` would move anything: layers, experts, or pages. Raises DoesNotFitError as it does."""
+        target = self._target(asked, least_blocks)
+        blocks = self._blocks_beside(asked, target.budget, target.unaccounted, least_blocks, target.movable_bytes)
+        experts = 0 if self._experts is None else sum(self._experts.resident_counts)
+        streamed = () if self._layers is None else self._layers.streamed
+        return set(target.streamed) != set(streamed) or target.staying != experts or blocks != self._kv.blocks
+
+    @property
+    def movable(self) -> bool:
+        """Whether weights may come to stay, and leave."""
+        return self._layers is not None or self._experts is not None
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of all shares and the pool, with what the driver counts beyond them: what a budget must hold now."""
+        return max(self.memory.told_bytes() or 0, self._reserved())
+
     # A pool that breathes
 
     @property

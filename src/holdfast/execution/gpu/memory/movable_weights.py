@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+import msgspec
+
 from holdfast.execution.gpu.decoder import GpuDecoder
 from holdfast.execution.streaming.copies import Copies
 from holdfast.execution.streaming.device_experts import DeviceExperts
@@ -68,10 +70,16 @@ class MovableWeights(ABC):
         return None if self._coming is None else self._coming.link
 
     def uses_of(self, link: Copies | None) -> list[LinkUse]:
-        """Of each direction of the link over which weights, or pages alone, come and go."""
+        """Of each direction of the link over which weights, or pages alone, come and go; and of the disk that weights
+        come from."""
         if link is None:
             return []
-        return [link.use() if self._coming is None else self._coming.use(), link.use_back()]
+        coming = self._coming
+        if coming is None:
+            return [link.use(), link.use_back()]
+        back = msgspec.structs.replace(link.use_back(), possible_bytes_per_s=coming.possible_back)
+        disk = coming.disk_use() if isinstance(coming, DeviceLayers) else None
+        return [coming.use(), back, *([] if disk is None else [disk])]
 
     @property
     def weights_come(self) -> bool:

@@ -102,8 +102,9 @@ class EmbeddingRows:
             self._threads.submit(self._read_some, share, places, staged, pages)
             for share, pages in zip(shares, self._pages, strict=False)
         ]
-        while wait(reading, BEAT_S).not_done:
-            self._wait(beat)
+        with self._file.awaited():
+            while wait(reading, BEAT_S).not_done:
+                self._wait(beat)
         for one in reading:
             one.result()
 

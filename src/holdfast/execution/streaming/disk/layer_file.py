@@ -12,13 +12,16 @@ import mmap
 import os
 import shutil
 import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 from holdfast.errors import DISK_FAILED, EngineError
+from holdfast.records import LinkUse
 from holdfast.units import format_bytes
 
 PIECE_BYTES = 4 << 20
@@ -43,7 +46,7 @@ class LayerFile:
         """Reads go past the page cache."""
         self._file = self._open(folder)
         self._end = weakref.finalize(self, os.close, self._file)  # Loading may fail in the middle.
-        self._threads = _readers()
+        self._threads, self._clock = _readers(), _ReadClock()
 
     def _open(self, folder: Path) -> int:
         try:
@@ -97,13 +100,15 @@ class LayerFile:
         """Whole pages, in the calling thread."""
         for attempt in range(READ_TRIES):
             try:
-                found = self._read(self._file, piece, offset)
+                with self._clock.reading():
+                    found = self._read(self._file, piece, offset)
             except OSError as error:
                 if attempt == READ_TRIES - 1:
                     raise _failed("a layer could not be read", len(piece), error.strerror or str(error)) from error
                 time.sleep(BEFORE_RETRY_S)
                 continue
             if found == len(piece):
+                self._clock.arrived(found)
                 return
         raise _failed("a layer could not be read", len(piece), f"{found} bytes")
 
@@ -112,9 +117,61 @@ class LayerFile:
         self._threads.shutdown()  # Nobody may wait for a piece that is never read.
         self._threads = _readers()
 
+    @contextmanager
+    def awaited(self) -> Iterator[None]:
+        """Within, a step waits for what is being read, if it is not there yet."""
+        began_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self._clock.stalled_s += time.monotonic() - began_s
+
+    def use(self) -> LinkUse:
+        return self._clock.use()
+
     def close(self) -> None:
         self._threads.shutdown(cancel_futures=True)
         self._end()
+
+
+class _ReadClock:
+    """Bytes that were read, and the time in which something was being read, by however many threads."""
+
+    def __init__(self) -> None:
+        self._lock, self._began_s = threading.Lock(), time.monotonic()
+        self._running, self._since_s, self._busy_s, self._bytes = 0, 0.0, 0.0, 0
+        self.stalled_s = 0.0
+        """Of the one thread that steps."""
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        with self._lock:
+            if not self._running:
+                self._since_s = time.monotonic()
+            self._running += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._running -= 1
+                if not self._running:
+                    self._busy_s += time.monotonic() - self._since_s
+
+    def arrived(self, nbytes: int) -> None:
+        with self._lock:
+            self._bytes += nbytes
+
+    def use(self) -> LinkUse:
+        with self._lock:
+            now_s = time.monotonic()
+            busy_s = self._busy_s + (now_s - self._since_s if self._running else 0.0)
+            return LinkUse(
+                link="nvme-ram",
+                copied_bytes=self._bytes,
+                busy_s=busy_s,
+                stalled_s=self.stalled_s,
+                over_s=now_s - self._began_s,
+            )
 
 
 def _readers() -> ThreadPoolExecutor:

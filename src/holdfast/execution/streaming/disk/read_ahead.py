@@ -95,12 +95,13 @@ class ReadAhead:
             if not self._reading or self._reading[0].layer != layer:
                 self._restart(layer, beat)
             buffer = self._reading[0]
-            for piece in buffer.coming:
-                _wait_for([piece], beat)
-                piece.result()
-                self.go_on()
-                if beat is not None:
-                    beat()
+            with self._file.awaited():
+                for piece in buffer.coming:
+                    _wait_for([piece], beat)
+                    piece.result()
+                    self.go_on()
+                    if beat is not None:
+                        beat()
         except BaseException:
             self._drop()
             raise
