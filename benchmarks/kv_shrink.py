@@ -8,8 +8,9 @@
 
 Dummy weights in the shape of Llama 8B in bfloat16, token ids, no tokenizer; a line of JSON for each row: seconds from
 the question to the smaller pool (`shrunk_s`), how long no step ran (`stood_still_s`), the longest time between two
-tokens of streams that stayed and of those that were sent back, tokens computed twice, and streams whose tokens are
-those of an undisturbed run (all in float32: --model 1b --dtype float32).
+tokens of streams that stayed and of those that were sent back, tokens computed twice beside those that may be (of each
+that was sent back its last block, which was not full), and streams whose tokens are those of an undisturbed run (all in
+float32: --model 1b --dtype float32).
 """
 
 from __future__ import annotations
@@ -109,9 +110,10 @@ def add(core: EngineCore, name: str, ids: list[int], max_tokens: int) -> None:
 
 def prompts(asked: argparse.Namespace, in_use: float, page_bytes: int, block_tokens: int) -> Iterator[tuple[str, int]]:
     """Names, and how many tokens of each answer: streams, and between them such as leave pages behind."""
-    each = -(-(asked.prompt + asked.answer) // block_tokens) * page_bytes
-    streams, pool = int(in_use * asked.pool / each), int(0.97 * asked.pool / each)
-    between = (pool - streams) / streams if in_use < 0.5 else 0.0
+    # Streams are counted when they have a part of their answers: see `measure`.
+    live = -(-(asked.prompt + asked.answer // 4) // block_tokens) * page_bytes
+    streams, leaves = -(-int(in_use * asked.pool) // live), -(-(asked.prompt + 1) // block_tokens) * page_bytes
+    between = (0.97 * asked.pool - streams * live) / leaves / streams if in_use < 0.5 else 0.0
     left = 0.0
     for number in range(streams):
         yield f"stream {number}", asked.answer
@@ -156,9 +158,12 @@ def measure(row: str, asked: argparse.Namespace) -> dict[str, Any]:
     streams = start(core, asked, IN_USE[row], seen)
     if row == "moved":  # What was left behind is nobody's: pages are free, all over the pool.
         core.scheduler.reset_prefix_cache()
-    for _ in range(4):
+    page = kv.layout.page_bytes
+    while kv.blocks_used * page < IN_USE[row] * asked.pool and all(
+        len(seen.tokens[name]) < asked.answer for name in streams
+    ):
         seen.note(core)
-    page, before = kv.layout.page_bytes, core.stats()
+    before = core.stats()
     used, highest, blocks = kv.blocks_used, kv.blocks_touched, asked.to // page
     computed, answered = counted.tokens, sum(map(len, seen.tokens.values()))
     begin_s = time.perf_counter()
@@ -170,6 +175,7 @@ def measure(row: str, asked: argparse.Namespace) -> dict[str, Any]:
         going_on = {one.request.request_id for one in core.scheduler._running}
         staying -= {name for name in staying - going_on if len(seen.tokens[name]) < asked.answer}
     after = core.stats()
+    preemptions = after.preemptions_total - before.preemptions_total
     # Of each stream the last token that it had was computed by the step after; its own last one by none.
     twice = counted.tokens - computed - (sum(map(len, seen.tokens.values())) - answered)
     found = {
@@ -178,7 +184,8 @@ def measure(row: str, asked: argparse.Namespace) -> dict[str, Any]:
         "shrunk_s": shrunk_s, "stood_still_s": core.stood_still_s,
         "parts_ms": {name: round(1000 * seconds, 1) for name, seconds in core._resizes.parts.items()},
         "gap_stayed_s": seen.longest_gap(staying, begin_s), "gap_sent_back_s": seen.longest_gap(sent_back, begin_s),
-        "computed_twice": max(0, twice), "preemptions": after.preemptions_total - before.preemptions_total,
+        "computed_twice": max(0, twice), "computed_twice_allowed": preemptions * (kv.layout.block_tokens - 1),
+        "preemptions": preemptions,
         "from_ram_gib": sum(one.loaded_bytes_total for one in after.kv_tiers if one.tier == "ram") / 2**30,
         "not_worth": after.fetches_not_worth_total,
         "equal": sum(seen.tokens[name] == plain.tokens[name] for name in streams),

@@ -4,7 +4,8 @@
                                                     nothing-to-reuse-disk DIR, disk DIR, disk-again DIR, shrink-moved,
                                                     shrink-swapped
         ram, recompute      32 conversations of 16k tokens over a pool that holds 8 (8B bf16), each asked twice in turn,
-                            with 72 GiB of --kv-ram and without: seconds to the first token of the second round
+                            with 72 GiB of --kv-ram and without: seconds to the first token of the second round, the
+                            rate of the link in it, and what is wanted: bytes / that rate x 1.3 + 20 ms
         at-once             the same with RAM, the second round all at once: the last first token
         decode              tokens a second of 32 that decode: alone, with four conversations a second that come from
                             RAM, and with four short prompts a second: what comes of rows, and not of pages; and how
@@ -17,7 +18,8 @@
         disk-again DIR      the same four after a restart: seconds to the first token, and of ones that are new
         shrink-moved, shrink-swapped    a pool of 40 GiB becomes one of 20 while streams run: benchmarks/kv_shrink.py
 
-Dummy weights in real shapes, token ids, no tokenizer; a line of JSON each. Engines are stepped in this process.
+Dummy weights in real shapes, token ids, no tokenizer; a line of JSON each. Engines are stepped in this process, and one
+that the next row can use stays, without what it had cached: rows with RAM beside each other make the model once.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from benchmarks.random_checkpoints import awq_config
 from benchmarks.tiers import LLAMA_70B
 from holdfast import LLM, SamplingParams
 from holdfast.engine.core.loop import EngineCore
-from holdfast.records import EngineStats, Request
+from holdfast.records import EngineStats, LinkUse, Request
 
 TOKENS = 16_384
 LONG = {"max_model_len": TOKENS + 2048, "max_num_batched_tokens": 8192, "max_num_seqs": 64}
@@ -68,6 +70,28 @@ class Figures:
     tok_per_s: float
     p50_s: float
     p99_s: float
+
+
+class Engines:
+    """One is open at a time."""
+
+    def __init__(self) -> None:
+        self._open: tuple[str, LLM, EngineCore] | None = None
+
+    def core(self, config: dict[str, Any], **settings: Any) -> EngineCore:
+        name = json.dumps([config, settings], sort_keys=True)
+        if self._open is None or self._open[0] != name:
+            self.close()
+            self._open = (name, *open_llm(config, **settings))
+        core = self._open[2]
+        settle(core)
+        core.scheduler.reset_prefix_cache()
+        return core
+
+    def close(self) -> None:
+        if self._open is not None:
+            self._open[1].close()
+            self._open = None
 
 
 def open_llm(config: dict[str, Any], **settings: Any) -> tuple[LLM, EngineCore]:
@@ -125,18 +149,39 @@ def tiers_of(stats: EngineStats) -> dict[str, Any]:
     return found | loaded | {"preemptions": stats.preemptions_total, "not_worth": stats.fetches_not_worth_total}
 
 
-def conversations(row: str, *, ram: bool, at_once: bool) -> None:
-    llm, core = open_llm(config_8b(), **POOL, **(RAM if ram else {}))
+def conversations(engines: Engines, row: str, *, ram: bool, at_once: bool) -> None:
+    core = engines.core(config_8b(), **POOL, **(RAM if ram else {}))
     wait_for_ram(core, ram)
     prompts = [prompt(number) for number in range(32)]
     first = [ask(core, [ids])[0] for ids in prompts]
     settle(core)
-    second = ask(core, prompts) if at_once else [ask(core, [ids])[0] for ids in prompts]
+    before, counted = link_of(core), tiers_of(core.stats())
+    second = sorted(ask(core, prompts) if at_once else [ask(core, [ids])[0] for ids in prompts])
+    settle(core)
+    link = {"link_gb_s": None, "wanted_s": None} if not ram else bound(before, link_of(core))
     say(
-        row, first_round_s=median(first), p50_s=median(second), most_s=max(second), bytes_gb=KV_8B / 1e9,
-        **tiers_of(core.stats()),
+        row, first_round_s=median(first), p50_s=median(second), p99_s=second[len(second) * 99 // 100],
+        most_s=second[-1], bytes_gb=KV_8B / 1e9, **link, **since(counted, tiers_of(core.stats())),
     )  # fmt: skip
-    llm.close()
+
+
+def link_of(core: EngineCore) -> tuple[int, float]:
+    """Bytes that came to the GPU so far, and seconds in which the link was busy with them."""
+    uses = [use for use in core.stats().links if use.link == LinkUse().link]
+    return sum(use.copied_bytes for use in uses), sum(use.busy_s for use in uses)
+
+
+def bound(before: tuple[int, float], after: tuple[int, float]) -> dict[str, float | None]:
+    """At the rate of the link between these, of a conversation that comes alone."""
+    nbytes, seconds = after[0] - before[0], after[1] - before[1]
+    if seconds <= 0:
+        return {"link_gb_s": None, "wanted_s": None}
+    rate = nbytes / seconds
+    return {"link_gb_s": rate / 1e9, "wanted_s": KV_8B / rate * 1.3 + 0.02}
+
+
+def since(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    return {name: value - before.get(name, 0) for name, value in after.items()}
 
 
 def wait_for_ram(core: EngineCore, ram: bool) -> None:
@@ -146,8 +191,8 @@ def wait_for_ram(core: EngineCore, ram: bool) -> None:
         time.sleep(0.2)
 
 
-def decode(row: str) -> None:
-    llm, core = open_llm(config_8b(), **POOL, **RAM)
+def decode(engines: Engines, row: str) -> None:
+    core = engines.core(config_8b(), **POOL, **RAM)
     wait_for_ram(core, True)
     prompts = [prompt(number) for number in range(12)]
     for ids in prompts:
@@ -156,12 +201,12 @@ def decode(row: str) -> None:
     for beside in ("nobody", "conversations", "short prompts", "nobody"):
         for number in range(DECODERS):
             add(core, f"d{number}-{time.monotonic()}", [number + 3] * 64, 1900)
+        before = tiers_of(core.stats())
         figures = decode_beside(core, [] if beside == "nobody" else prompts, short=beside == "short prompts")
-        say(row, beside=beside, **figures, **tiers_of(core.stats()))
+        say(row, beside=beside, **figures, **since(before, tiers_of(core.stats())))
         for request_id in list(core.scheduler._sequences):
             core.abort(request_id)
         settle(core)
-    llm.close()
 
 
 def decode_beside(core: EngineCore, prompts: list[list[int]], *, short: bool) -> dict[str, Any]:
@@ -184,21 +229,23 @@ def decode_beside(core: EngineCore, prompts: list[list[int]], *, short: bool) ->
     return {"tok_per_s": tokens / seconds, "asked": asked, **between, "between_tokens_most_s": took[-1]}
 
 
-def nothing_to_reuse(row: str, scale: Scale, folder: str | None) -> None:
+def nothing_to_reuse(engines: Engines, row: str, scale: Scale, folder: str | None) -> None:
     """Without tiers and with one: the store in `folder`, or else RAM. Each twice, so that neither is always first."""
     found: dict[bool, list[Figures]] = {False: [], True: []}
     for tier in (False, True, True, False):
         with tempfile.TemporaryDirectory(dir=folder) as store:
             on = {} if not tier else RAM if folder is None else {"kv_store": store, "kv_store_size": "20GiB"}
-            llm, core = open_llm(scale.config, **scale.settings, **on)
+            core = engines.core(scale.config, **scale.settings, **on)
             wait_for_ram(core, tier and folder is None)
+            before = tiers_of(core.stats())
             found[tier].append(new_prompts(core, scale))
             figures = found[tier][-1]
             say(
                 row, tier=tier, tok_per_s=figures.tok_per_s, p50_s=figures.p50_s, p99_s=figures.p99_s,
-                **tiers_of(core.stats()),
+                **since(before, tiers_of(core.stats())),
             )  # fmt: skip
-            llm.close()
+            if folder is not None:
+                engines.close()  # Before its folder goes.
     shares = {
         name: sum(getattr(one, name) for one in found[True]) / sum(getattr(one, name) for one in found[False])
         for name in ("tok_per_s", "p50_s", "p99_s")
@@ -227,9 +274,10 @@ def new_prompts(core: EngineCore, scale: Scale) -> Figures:
     return Figures(len(firsts) * (scale.tokens + ANSWERED) / seconds, median(firsts), firsts[len(firsts) * 99 // 100])
 
 
-def disk(row: str, folder: str, *, again: bool) -> None:
+def disk(engines: Engines, row: str, folder: str, *, again: bool) -> None:
     config = awq_config(LLAMA_70B | {"max_position_embeddings": 32_768})
-    llm, core = open_llm(config, kv_store=folder, kv_store_size="60GiB")
+    engines.close()  # Another row may have left this one: a start is what is measured.
+    core = engines.core(config, kv_store=folder, kv_store_size="60GiB")
     prompts = [prompt(number) for number in range(4)]
     for _ in range(1 if again else 2):
         firsts = [ask(core, [ids])[0] for ids in prompts]
@@ -239,7 +287,7 @@ def disk(row: str, folder: str, *, again: bool) -> None:
         new = [ask(core, [prompt(100 + number)])[0] for number in range(2)]
         use = core.stats().kv_store
         say(row, computed_s=[round(one, 3) for one in new], store_gb=0 if use is None else use.held_bytes / 1e9)
-    llm.close()
+    engines.close()
 
 
 def whole() -> Scale:
@@ -256,22 +304,25 @@ def main(arguments: list[str]) -> None:
     scale = whole()
     if arguments[:1] == ["--small"] and arguments[1:2] == ["nothing-to-reuse-disk"]:
         scale, arguments = small(), arguments[1:]
+    engines = Engines()
     while arguments:
         row = arguments.pop(0)
         if row in ("ram", "recompute", "at-once"):
-            conversations(row, ram=row != "recompute", at_once=row == "at-once")
+            conversations(engines, row, ram=row != "recompute", at_once=row == "at-once")
         elif row == "decode":
-            decode(row)
+            decode(engines, row)
         elif row == "nothing-to-reuse":
-            nothing_to_reuse(row, scale, None)
+            nothing_to_reuse(engines, row, scale, None)
         elif row == "nothing-to-reuse-disk" and arguments:
-            nothing_to_reuse(row, scale, arguments.pop(0))
+            nothing_to_reuse(engines, row, scale, arguments.pop(0))
         elif row in ("disk", "disk-again") and arguments:
-            disk(row, arguments.pop(0), again=row == "disk-again")
+            disk(engines, row, arguments.pop(0), again=row == "disk-again")
         elif row in ("shrink-moved", "shrink-swapped"):
+            engines.close()
             kv_shrink.main([row.removeprefix("shrink-")])
         else:
             raise SystemExit(__doc__)
+    engines.close()
 
 
 if __name__ == "__main__":

@@ -3,22 +3,29 @@ is as late as it may be, alone or behind layers that come for every step, and to
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from lora_adapters import write_adapter
 from simulated_copies import SimulatedCopies
 from streamed_tiny import Streamed
-from tiny_gpu import Tiny, prompt, run, tokens_of
+from tiny_gpu import LLAMA, Tiny, prompt, run, tokens_of
 
+from holdfast.config import EngineConfig
 from holdfast.engine.core.loop import EngineCore
+from holdfast.engine.requests.adapters import Adapters
+from holdfast.execution.batch import RunnerLimits
 from holdfast.execution.gpu.memory import pinned_staging
+from holdfast.execution.gpu.runner import GpuRunner
+from holdfast.execution.lora.slots import LoraLimits
 from holdfast.execution.streaming.copies import CudaCopies
 from holdfast.execution.streaming.pinned_memory import PinnedMemory
 from holdfast.execution.tiers.gpu import GpuPageCopies, HostMemory
 from holdfast.kvcache import KVCache, Tier, TierLimits
-from holdfast.records import SamplingParams
-from holdfast.scheduler import Scheduler
+from holdfast.records import EngineOutput, Request, SamplingParams
+from holdfast.scheduler import Scheduler, SchedulerLimits
 
 PAGES = 32
 
@@ -86,6 +93,40 @@ def test_what_a_step_says_and_is_told_passes_pages_by(
     assert moved.count(("told", "torch.int32")) == 3
     assert moved.count(("said", "torch.int32")) >= 4, "the prompt and its table, and the rows of each step"
     core.close()
+
+
+@pytest.mark.usefixtures("few_programs")
+def test_pages_in_fp8_of_an_adapter_come_back_and_are_nobody_elses(tmp_path: Path, device: torch.device) -> None:
+    """The base model's own pages of the same prompt push them out."""
+    tiny = Tiny(tmp_path / "model", **LLAMA)
+    limits = RunnerLimits(max_num_seqs=2, max_num_batched_tokens=32, max_model_len=96, max_loras=1)
+    layout, lora = tiny.layout(1), LoraLimits(max_loras=1, max_rank=4, cached=1)
+    runner = GpuRunner(tiny.spec, tiny.weights(device), layout, limits, device, kv_dtype=torch.float8_e4m3fn, lora=lora)
+    runner.calibrate_kv()
+    runner.back_kv(8)
+    books = SchedulerLimits(
+        max_num_seqs=2, max_num_batched_tokens=32, max_model_len=96, max_steps_in_flight=2, max_loras=1
+    )
+    core = with_ram(EngineCore(Scheduler(books, KVCache(layout, 8, True)), runner, steps_ahead=1), device, 8)
+    write_adapter(tmp_path / "adapter", tiny.folder, seed=1, rank=4)
+    known = Adapters(tiny.spec, "tiny", EngineConfig(enable_lora=True, max_lora_rank=4))
+    adapter = known.load("adapter", str(tmp_path / "adapter"), anywhere=True)
+    params, told = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True), list[list[int]]()
+    for number, ref in enumerate((adapter, None, adapter)):
+        request = Request(request_id=str(number), prompt_token_ids=prompt(1, 21), params=params, adapter=ref)
+        core.add(request)
+        outputs = [output for output in iter_steps(core) if output.request_id == str(number)]
+        told.append(tokens_of(outputs))
+        assert outputs[-1].cached_tokens == (20 if number == 2 else 0)
+    assert told[0] == told[2] != told[1]
+    assert core.scheduler.kv.below_hits_total[Tier.HOST] >= 16
+    core.close()
+
+
+def iter_steps(core: EngineCore) -> Iterator[EngineOutput]:
+    while core.has_work:
+        yield from core.step()
+        core.scheduler.check_invariants()
 
 
 @pytest.mark.usefixtures("few_programs")

@@ -68,6 +68,8 @@ def random_engine(choice: random.Random, *, tiers: bool = False) -> SimulatedEng
         most_storing=choice.choice([1, 8, 64]),
         spare_pages=choice.choice([2, blocks // 3, 2 * blocks]),
         saves_ahead=choice.choice([0, 1, 8]),
+        stores_a_plan=choice.choice([1, 8, 1024]),
+        loads_a_plan=choice.choice([1, 16, 256]),
     )
     return SimulatedEngine(
         Scheduler(limits, KVCache(layout, blocks, True, below, store)),

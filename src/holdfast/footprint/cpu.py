@@ -43,9 +43,9 @@ FRAMEWORK_BYTES = 172 * MIB
 """154 to 168 MiB before the first tensor with torch 2.13 (CPU build, Arm), the model's header read; the rest is what
 the interpreter's heap gains while it serves."""
 
-KV_STAGING_BYTES, KV_QUEUE_BYTES = 32 * MIB, 64 * MIB
-"""That pages come through from the disk, and that those wait in which are to be written there."""
-KV_STAGING_PLACES, KV_ALIGNED = 64, 4096
+KV_STAGING_BYTES, KV_LARGE_STAGING_BYTES, KV_QUEUE_BYTES = 32 * MIB, 64 * MIB, 64 * MIB
+"""That pages come through from the disk, large pages do, and that those wait in which are to be written there."""
+KV_STAGING_PLACES, KV_ALIGNED, KV_LARGE_PAGE_BYTES = 64, 4096, 4 * MIB
 KV_WORK_BYTES = 16 * MIB
 """Of its threads: what they write and check at once."""
 KV_STORE_USUAL_BYTES = 100 * GIB
@@ -60,8 +60,9 @@ def staging_stride(page_bytes: int) -> int:
 
 
 def staging_places(page_bytes: int) -> int:
-    """Pages that come from the disk at once."""
-    return max(1, min(KV_STAGING_PLACES, KV_STAGING_BYTES // staging_stride(page_bytes)))
+    """Pages that come from the disk at once. Of 32 MiB six of a 70B model would, asked for one by one."""
+    nbytes = KV_LARGE_STAGING_BYTES if page_bytes >= KV_LARGE_PAGE_BYTES else KV_STAGING_BYTES
+    return max(1, min(KV_STAGING_PLACES, nbytes // staging_stride(page_bytes)))
 
 
 def kv_store_terms(size_bytes: int, page_bytes: int, *, ways: int = 1) -> dict[str, int]:

@@ -26,8 +26,8 @@ from holdfast.kvcache.audit import check_books
 from holdfast.kvcache.groups import KVLayout
 from holdfast.kvcache.pool import NULL_PAGE, Block, BlockPool, Tier
 from holdfast.kvcache.prefix import PrefixIndex, chain_hash, root_hash
-from holdfast.kvcache.tier_records import Fetch, FoundBelow, StoredPages, TierLimits
-from holdfast.kvcache.tiers import LowerTiers
+from holdfast.kvcache.tier_records import Fetch, FoundBelow, StepSize, StoredPages, TierLimits
+from holdfast.kvcache.tiers import Anywhere, LowerTiers
 from holdfast.records.steps import BlockCopy
 
 
@@ -61,9 +61,14 @@ class SequenceBlocks:
     """What it waits for, and has pages for already: see `begin_fetch`."""
 
     @property
+    def unplaced(self) -> int:
+        """Entries of its tables for which it waits, and that have no page yet."""
+        return 0 if self.fetch is None else self.fetch.unplaced
+
+    @property
     def held(self) -> int:
         """Pages in its tables."""
-        return len(self.tables) * self.entries - sum(self.released)
+        return len(self.tables) * self.entries - sum(self.released) - self.unplaced
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,13 +173,20 @@ class KVCache:
                 idle += self._pool.blocks[pages[book.hashes[entry]]].references == 0
         return Prefix(length * self.layout.block_tokens, first_entries, held, idle)
 
+    def begins_in_pool(self, book: SequenceBlocks, tokens: Sequence[int]) -> bool:
+        """Whether the first block is there, as far as any group needs it: without, nothing is."""
+        if len(tokens) <= self.layout.block_tokens:
+            return False
+        self._hash_blocks(book, tokens, 1)
+        return all(book.hashes[0] in self._index.pages(group) for group in self._full_groups)
+
     def find_below(self, book: SequenceBlocks, tokens: Sequence[int], *, disk: bool) -> FoundBelow | None:
         """The longest prefix that the pool, RAM and, if asked, the disk hold together; None: there are no tiers."""
         tiers = self.tiers
         if tiers is None:
             return None
         containers = [
-            _Anywhere(self._index.pages(group.index), group.index, tiers, disk) for group in self.layout.groups
+            Anywhere(self._index.pages(group.index), group.index, tiers, disk) for group in self.layout.groups
         ]
         length = self._longest_hit(book, tokens, containers)
         return tiers.count(book.hashes, length, self._first_entries(length))
@@ -231,15 +243,14 @@ class KVCache:
         book.used_before = found_blocks + self.tiers.used_before(book.hashes[found_blocks:])
 
     def begin_fetch(self, book: SequenceBlocks, found: FoundBelow, before: Prefix) -> None:
-        """Fills the empty tables with pages of what was just found; what the pool lacks is loaded. Until all of it has
-        come nothing but `free` may be done with the book. `before`: what the pool has of it."""
+        """Fills the empty tables with pages of what was just found; what the pool lacks is loaded, and gets its pages
+        when that is planned. Until all of it has come nothing but `free` may be done with the book. `before`: what the
+        pool has of it."""
         assert book.entries == 0, "only a book with empty tables can fetch a prefix"
         assert self.tiers is not None, "there is nothing to fetch from"
         assert found.wanted <= self._pool.available, "ask whether there are pages before a fetch"
         book.fetch, tables = self.tiers.begin(book.hashes, found, before.tokens // self.layout.block_tokens)
-        for group, first in enumerate(found.first_entries):
-            book.tables[group] = [NULL_PAGE] * first + tables[group]
-            book.released[group] = first
+        book.tables, book.released = tables, list(found.first_entries)
         book.entries = book.indexed = found.blocks
         book.length = found.blocks * self.layout.block_tokens
 
@@ -250,27 +261,37 @@ class KVCache:
         book.fetch = fetch
 
     def plan_copies(
-        self, running: Iterable[tuple[SequenceBlocks, bool]], step_tokens: int = 0, *, saves_only: bool = False
+        self,
+        running: Iterable[tuple[SequenceBlocks, bool]],
+        step_tokens: int = 0,
+        *,
+        awaited: bool = False,
+        saves_only: bool = False,
     ) -> list[BlockCopy]:
         """Between tiers, for the plan that is being made, which has so many tokens. `running`: the youngest first, and
-        whether it is worth it to save what each holds."""
+        whether it is worth it to save what each holds. `awaited`: nothing is computed until the plan has been made."""
         if self.tiers is None:
             return []
         pages = (
             ([page for table in book.tables for page in table if page != NULL_PAGE], worth) for book, worth in running
         )
+        filled = self.layout.blocks_for(step_tokens) * len(self.layout.groups) if step_tokens else 0
+        step = StepSize(step_tokens, filled, awaited and step_tokens > 0)
         if saves_only:
-            return self.tiers.plan_saves(pages, self.applied_step, step_tokens, ahead=False)
-        return self.tiers.plan(pages, self.applied_step, step_tokens)
+            return self.tiers.plan_saves(pages, self.applied_step, step, ahead=False)
+        return self.tiers.plan(pages, self.applied_step, step)
 
     def end_copies(self, finished: Iterable[int], failed: Iterable[int], host_pages: int = 0) -> bool:
         """These are over. `host_pages`: of RAM that may be used by now, if there are more. Says whether anything
-        changed."""
+        changed for who waits in line: most pages of a long prefix that come make no difference yet."""
         if self.tiers is None:
             return False
+        before = self._pool.available, self.tiers.fetches_over
         self.tiers.host.grow(max(host_pages, self.tiers.host.total))
-        ended = [self.tiers.end(copy, True) for copy in finished] + [self.tiers.end(copy, False) for copy in failed]
-        return any(ended)
+        for copy in finished:
+            self.tiers.end(copy, True)
+        failures = [self.tiers.end(copy, False) for copy in failed]
+        return any(failures) or before != (self._pool.available, self.tiers.fetches_over)
 
     def grow(self, book: SequenceBlocks, end: int) -> None:
         """Pages for positions up to `end`, all of them; the caller has asked `reach` or `blocks_missing` first."""
@@ -473,13 +494,3 @@ class KVCache:
         self._index.remove(block.group, block.hash)
         if block.saved and self.tiers is not None:
             self.tiers.host.note_pool(block.group, block.hash, False)
-
-
-class _Anywhere:
-    """Prefixes of one group in the pool or below it."""
-
-    def __init__(self, pages: Container[bytes], group: int, tiers: LowerTiers, disk: bool) -> None:
-        self._pages, self._group, self._tiers, self._disk = pages, group, tiers, disk
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._pages or (isinstance(key, bytes) and self._tiers.has(self._group, key, disk=self._disk))

@@ -163,6 +163,12 @@ class BlockPool:
         block.references += 1
         block.state = state
 
+    def begin_load(self, block_id: int, group: int) -> None:
+        """A transfer to a page that was just allocated, whose reference is the transfer's own from now on."""
+        block = self.blocks[block_id]
+        assert (block.references, block.hash) == (1, None), f"page {block_id} is not a fresh one"
+        block.group, block.state = group, BlockState.LOADING
+
     def begin_store(self, block: Block) -> None:
         """A transfer of a cached page, idle or not: of thousands at once, so in one piece."""
         assert block.state is BlockState.RESIDENT, f"page {block.id} is {block.state.value}; only a resident one moves"

@@ -50,11 +50,10 @@ class TierLimits:
     most_storing: int = 64
     """Pages on their way to RAM and to disk at once: they can be given to nobody meanwhile."""
     stores_a_plan: int = 1024
-    """Of these, that one plan with rows begins, and one more with each of its tokens: planning them takes time of who
+    """Of these, that one plan with rows begins, beside as many as its rows fill: planning them takes time of who
     decodes. All where the pool shall shrink."""
     saves_ahead: int = 0
-    """Of these, that one plan begins while enough are spare, and one more with each of its tokens: planning them takes
-    time of who decodes. 0: none."""
+    """Of these, that one plan begins while enough are spare, beside as many as its rows fill. 0: none."""
     most_writing: int = 64
     """Of these, to disk: they may go through memory of their own."""
     storing_share: float = 1.0
@@ -65,6 +64,18 @@ class TierLimits:
     """Of the pool as it is now: no more than so much of it is to be spare."""
 
 
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """Of the plan that copies are planned for."""
+
+    tokens: int = 0
+    """0: it has no rows, and nobody waits for what it takes to plan copies."""
+    pages: int = 0
+    """That its rows fill, about."""
+    awaited: bool = False
+    """Nothing is computed until it has been made."""
+
+
 @dataclass(slots=True, eq=False)
 class Fetch:
     """What one sequence waits for."""
@@ -73,6 +84,8 @@ class Fetch:
     """Blocks of its prefix that were in the pool already."""
     waiting: int = 0
     """Pages that have not come yet."""
+    unplaced: int = 0
+    """Of these, for which no page of the pool has been taken so far."""
     blocks: dict[Tier, int] = field(default_factory=dict)
     """Of its prefix, that came from each tier."""
     dropped: bool = False

@@ -13,15 +13,15 @@ Only what steps that were applied have written is stored: a row of another may s
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import islice
 
 from holdfast.kvcache.host_pages import HostPages, Key
+from holdfast.kvcache.loads import PageLoad, PageLoads, stored_key
 from holdfast.kvcache.pool import NULL_PAGE, Block, BlockPool, BlockState, Tier
 from holdfast.kvcache.prefix import PrefixIndex
-from holdfast.kvcache.tier_records import Fetch, FoundBelow, StoredPages, TierLimits
+from holdfast.kvcache.tier_records import Fetch, FoundBelow, StepSize, StoredPages, TierLimits
 from holdfast.records.steps import BlockCopy
 
 SAVED_AHEAD = 2
@@ -29,18 +29,9 @@ SAVED_AHEAD = 2
 whom there will be no room."""
 RunningPages = tuple[Sequence[int], bool]
 """Of one that runs, and whether saving them is worth it."""
+_NO_ROWS = StepSize()
 WRITES_QUEUED = 8192
 """Pages that wait to be written to disk; more are not remembered."""
-
-
-@dataclass(slots=True, eq=False)
-class _Load:
-    copy: BlockCopy
-    group: int
-    key: bytes
-    fetches: Sequence[Fetch]
-    forgotten: bool = False
-    """The cache was reset since: it is indexed no more."""
 
 
 class LowerTiers:
@@ -60,14 +51,9 @@ class LowerTiers:
         self.stored_pages = {Tier.HOST: 0, Tier.DISK: 0}
         self.failed_copies = self.dropped_writes = 0
         """`dropped_writes`: pages that were to be written to disk when too many waited for it, or it took none."""
-        self._loading: list[dict[bytes, _Load]] = [{} for _ in range(groups)]
-        self._queued: dict[Tier, deque[_Load]] = {Tier.DISK: deque(), Tier.HOST: deque()}
-        """Loads that have not been planned yet, by where they come from: who comes from RAM does not stand behind who
-        comes from a disk, which may hang."""
-        self._copies: dict[int, _Load | BlockCopy] = {}
+        self._loads = PageLoads(pool, index, self.host, groups)
+        self._copies: dict[int, PageLoad | BlockCopy] = {}
         """Planned, and not over; of a page that is stored the copy itself."""
-        self._in_flight = {Tier.HOST: 0, Tier.DISK: 0}
-        """Loads, by where they come from."""
         self._stored_last = NULL_PAGE
         self._stores = self._writes = 0
         """Pages on their way to RAM or disk, and of these to disk."""
@@ -84,7 +70,7 @@ class LowerTiers:
     @property
     def copying(self) -> bool:
         """Something is on its way, or shall be."""
-        return bool(self._copies) or any(self._queued.values())
+        return bool(self._copies) or any(self._loads.queued.values())
 
     @property
     def pending(self) -> bool:
@@ -109,10 +95,10 @@ class LowerTiers:
     def most_storing(self) -> int:
         return min(self.limits.most_storing, max(1, int(self._pool.total * self.limits.storing_share)))
 
-    def _stores_a_plan(self, step_tokens: int) -> int:
-        """Pages that a plan with so many tokens may begin to store: as many as it fills at least, so that those that
-        are kept spare last. Where nobody computes, or the pool shall shrink, as many as may be on their way."""
-        return self.limits.stores_a_plan + step_tokens if step_tokens and not self.spare_wanted else self.most_storing
+    def _stores_a_plan(self, step: StepSize) -> int:
+        """Pages that a plan may begin to store: as many as it fills at least, so that those that are kept spare last.
+        Where nobody computes, or the pool shall shrink, as many as may be on their way."""
+        return self.limits.stores_a_plan + step.pages if step.tokens and not self.spare_wanted else self.most_storing
 
     @property
     def spare_pages(self) -> int:
@@ -121,20 +107,25 @@ class LowerTiers:
     @property
     def pages_coming(self) -> int:
         """Pages of the pool that can be had as soon as copies are over, and not before."""
-        pages = (one.copy.target if isinstance(one, _Load) else one.source for one in self._copies.values())
+        pages = (one.page if isinstance(one, PageLoad) else one.source for one in self._copies.values())
         return sum(self._pool.blocks[page].references == 1 for page in pages)
+
+    @property
+    def fetches_over(self) -> int:
+        """Of all that sequences waited for: how often nothing of it was on its way any more."""
+        return self._loads.fetches_over
 
     def in_flight(self, tier: Tier) -> int:
         """Pages that come from there."""
-        return self._in_flight[tier]
+        return self._loads.in_flight[tier]
 
     def loading(self, tier: Tier) -> int:
         """With those that shall come."""
-        return self._in_flight[tier] + len(self._queued[tier])
+        return self._loads.in_flight[tier] + len(self._loads.queued[tier])
 
     def has(self, group: int, key: bytes, *, disk: bool) -> bool:
         """Whether this prefix can be had from below, or is on its way."""
-        if key in self._loading[group] or key in self.host.pages(group):
+        if key in self._loads.by_key[group] or key in self.host.pages(group):
             return True
         return disk and self.stored is not None and self.stored.has([stored_key(group, key)]) > 0
 
@@ -143,7 +134,7 @@ class LowerTiers:
         held = idle = 0
         missing: dict[Tier, int] = {}
         for group, first in enumerate(first_entries):
-            pages, loading, host = self._index.pages(group), self._loading[group], self.host.pages(group)
+            pages, loading, host = self._index.pages(group), self._loads.by_key[group], self.host.pages(group)
             for key in hashes[first:blocks]:
                 held += 1
                 page = pages.get(key)
@@ -157,81 +148,13 @@ class LowerTiers:
     # --- loads ---
 
     def begin(self, hashes: Sequence[bytes], found: FoundBelow, before: int) -> tuple[Fetch, list[list[int]]]:
-        """Pages for all that was found, referred to; what is not in the pool is loaded. The caller has looked whether
-        there are pages for it. Returns them by group, from the first entry that is needed on."""
-        fetch, tables, tiers = Fetch(before), list[list[int]](), [int(Tier.DEVICE)] * found.blocks
-        refer = self._pool.refer
-        # What is there is taken first: a page for the rest may be one that is evicted.
-        for group, first in enumerate(found.first_entries):
-            pages, loading, table = self._index.pages(group), self._loading[group], list[int]()
-            for place, key in enumerate(hashes[first : found.blocks], first):
-                load = loading.get(key)
-                page = pages.get(key, 0) if load is None else load.copy.target
-                if page:
-                    refer(page)
-                if load is not None:
-                    load.fetches = [*load.fetches, fetch]
-                    fetch.waiting += 1
-                    tiers[place] = max(tiers[place], load.copy.source_tier)
-                table.append(page)
-            tables.append(table)
-        fetches = [fetch]
-        for group, (first, table) in enumerate(zip(found.first_entries, tables, strict=True)):
-            keys = hashes[first : found.blocks]
-            for place, page in self._places(group, keys, table):
-                tier = self._load(group, keys[place], page, fetches)
-                tiers[first + place] = max(tiers[first + place], tier)
-                table[place] = page
-        fetch.blocks = {tier: tiers.count(tier) for tier in (Tier.HOST, Tier.DISK)}
-        return fetch, tables
-
-    def _places(self, group: int, keys: Sequence[bytes], table: list[int]) -> list[tuple[int, int]]:
-        """Entries without a page, and a page for each: those that lie beside each other in RAM get pages that do."""
-        host, allocate = self.host.pages(group), self._pool.allocate
-        missing = sorted((host.get(keys[place], -1), place) for place, page in enumerate(table) if not page)
-        pages = sorted(allocate(group).id for _ in missing)
-        return [(place, page) for (_, place), page in zip(missing, pages, strict=True)]
-
-    def _load(self, group: int, key: bytes, page: int, fetches: Sequence[Fetch]) -> Tier:
-        """For these, who wait for it. Returns where it comes from."""
-        self._pool.begin_transfer(page, BlockState.LOADING)
-        if key in self.host.pages(group):
-            source, tier, stored = self.host.pin(group, key), Tier.HOST, b""
-        else:
-            source, tier, stored = 0, Tier.DISK, stored_key(group, key)
-        copy = BlockCopy(self._number(), tier, source, Tier.DEVICE, page, False, stored)
-        load = self._loading[group][key] = _Load(copy, group, key, fetches)
-        self._queued[tier].append(load)
-        for fetch in fetches:
-            fetch.waiting += 1
-        return tier
+        """Tables for all that was found. The caller has looked whether there will be pages for it."""
+        return self._loads.ask(hashes, found, before)
 
     def drop(self, fetch: Fetch) -> None:
         """Nobody waits for it any more, and its pages were given back. What is on its way comes all the same, and stays
         as long as nobody needs the page; what has not been planned does not come."""
-        fetch.dropped = True
-        for tier, queued in self._queued.items():
-            kept = deque[_Load]()
-            for load in queued:
-                if all(one.dropped for one in load.fetches):
-                    self._end_load(load, arrived=False)
-                else:
-                    kept.append(load)
-            self._queued[tier] = kept
-
-    def _end_load(self, load: _Load, *, arrived: bool, intact: bool = True) -> None:
-        block = self._pool.blocks[load.copy.target]
-        if load.copy.source_tier == Tier.HOST:
-            self.host.unpin(load.copy.source, intact=intact)
-        if not load.forgotten:
-            del self._loading[load.group][load.key]
-        block.step = 0
-        if arrived and not load.forgotten and self._index.insert(load.group, load.key, block.id):
-            block.hash = load.key
-            block.saved = self.host.note_pool(load.group, load.key, True)
-        self._pool.end_transfer(block.id)
-        for fetch in load.fetches:
-            fetch.waiting -= 1
+        self._loads.drop(fetch)
 
     # --- stores ---
 
@@ -282,18 +205,20 @@ class LowerTiers:
         self.spare_wanted, self._owed = pages, True
 
     def plan_saves(
-        self, running: Iterable[RunningPages], applied_step: int, step_tokens: int = 0, *, ahead: bool = True
+        self, running: Iterable[RunningPages], applied_step: int, step: StepSize = _NO_ROWS, *, ahead: bool = True
     ) -> list[BlockCopy]:
         """To RAM: idle pages in the order in which they would go, then those of who runs, the youngest first. While RAM
         has pages that nobody needs, all idle pages go there, some with each step: whoever comes with much finds them
         saved. Not `ahead`: no more than are to be spare, since nobody computes meanwhile."""
         spare, self._owed = max(self.spare_pages, self.spare_wanted), False
         room, copies = self.most_storing - self._stores, list[BlockCopy]()
-        budget = min(room, self._stores_a_plan(step_tokens))
+        budget = min(room, self._stores_a_plan(step))
         if not self.host.total:
             return copies
+        if step.awaited and not self.spare_wanted:  # The next plan is made while this one is computed.
+            spare, ahead = min(spare, 2 * budget), False
         if self._pool.spare >= spare:
-            more = self.limits.saves_ahead + step_tokens if ahead and self.limits.saves_ahead else 0
+            more = self.limits.saves_ahead + step.pages if ahead and self.limits.saves_ahead else 0
             budget = min(budget, self.host.free, more)
         leaving = self._leaving(running) if self._pool.available < spare else []
         for pages in (self._next_idle(min(room, 4 * budget)), *leaving):
@@ -361,23 +286,23 @@ class LowerTiers:
 
     # --- plans and results ---
 
-    def plan(self, running: Iterable[RunningPages], applied_step: int, step_tokens: int = 0) -> list[BlockCopy]:
-        """Copies for the plan that is being made. `running`: the youngest first. `step_tokens`: of the plan: the more
-        there are the longer it takes, and the next copies are planned when it is over."""
-        copies, most_loading = list[BlockCopy](), self.limits.most_loading + step_tokens
-        self._save_failed = self._save_failed and not step_tokens
-        for tier, queued in self._queued.items():
-            most = self.limits.most_loading_disk if tier is Tier.DISK else most_loading
-            while queued and self._in_flight[tier] < most and len(copies) < self.limits.loads_a_plan + step_tokens:
-                if sum(self._in_flight.values()) >= most_loading:
-                    break
-                load = queued.popleft()
-                self._copies[load.copy.copy_id] = load
-                self._in_flight[tier] += 1
-                copies.append(load.copy)
-        if (budget := min(self.most_storing - self._stores, self._stores_a_plan(step_tokens))) > 0:
+    def plan(self, running: Iterable[RunningPages], applied_step: int, step: StepSize = _NO_ROWS) -> list[BlockCopy]:
+        """Copies for the plan that is being made. `running`: the youngest first. The more tokens it has the longer it
+        takes, and the next copies are planned when it is over."""
+        copies, most_loading = list[BlockCopy](), self.limits.most_loading + step.tokens
+        self._save_failed = self._save_failed and not step.tokens
+        on_way, a_plan = self._loads.in_flight, self.limits.loads_a_plan + step.tokens
+        for tier in on_way:
+            most = min(most_loading - sum(on_way.values()), a_plan - len(copies))
+            if tier is Tier.DISK:
+                most = min(most, self.limits.most_loading_disk - on_way[tier])
+            for load, copy in self._loads.plan(tier, max(0, most), self.next_copy):
+                self._copies[copy.copy_id] = load
+                copies.append(copy)
+                self.next_copy = copy.copy_id + 1
+        if (budget := min(self.most_storing - self._stores, self._stores_a_plan(step))) > 0:
             copies += self._plan_writes(applied_step, budget)
-            copies += self.plan_saves(running, applied_step, step_tokens)
+            copies += self.plan_saves(running, applied_step, step)
         return copies
 
     def end(self, copy_id: int, arrived: bool) -> bool:
@@ -386,12 +311,10 @@ class LowerTiers:
         if ended is None:
             return False
         self.failed_copies += not arrived
-        if isinstance(ended, _Load):
-            tier = Tier(ended.copy.source_tier)
-            self._in_flight[tier] -= 1
-            self.loaded_pages[tier] += arrived
-            self.lost_pages[tier] += not arrived
-            self._end_load(ended, arrived=arrived, intact=arrived)
+        if isinstance(ended, PageLoad):
+            self.loaded_pages[ended.tier] += arrived
+            self.lost_pages[ended.tier] += not arrived
+            self._loads.end(ended, arrived=arrived, intact=arrived)
             return True
         self._stores -= 1
         if ended.target_tier == Tier.DISK:
@@ -416,20 +339,19 @@ class LowerTiers:
         """Loads that will never be over. They have not failed: nobody waited for them."""
         for copy_id in copies:
             load = self._copies.get(copy_id)
-            if isinstance(load, _Load):
+            if isinstance(load, PageLoad):
                 del self._copies[copy_id]
-                self._in_flight[Tier(load.copy.source_tier)] -= 1
-                self._end_load(load, arrived=False)
+                self._loads.end(load, arrived=False)
 
     def forget(self, keys: Sequence[bytes]) -> None:
         """Of all groups, wherever it lies or is on its way to; the pool has forgotten it already."""
-        for group, loading in enumerate(self._loading):
+        groups = range(len(self._loads.by_key))
+        for group in groups:
             for key in keys:
                 self.host.forget(group, key)
                 self._to_write.pop((group, key), None)
-                if (load := loading.pop(key, None)) is not None:
-                    load.forgotten = True
-        names = [stored_key(group, key) for group in range(len(self._loading)) for key in keys]
+                self._loads.forget(group, key)
+        names = [stored_key(group, key) for group in groups for key in keys]
         self._forget_stored(names)
         going = {one.key for one in self._copies.values() if isinstance(one, BlockCopy)}
         self._unwanted |= going.intersection(names)
@@ -441,10 +363,7 @@ class LowerTiers:
     def reset(self) -> None:
         """Forgets what lies in RAM, and what is on its way; the store on disk keeps what it has."""
         self.host.clear()
-        for loads in self._loading:
-            for load in loads.values():
-                load.forgotten = True
-            loads.clear()
+        self._loads.forget_all()
         self._to_write.clear()
 
     def follow(self, before: LowerTiers) -> None:
@@ -459,9 +378,9 @@ class LowerTiers:
         """Raises AssertionError with what does not add up."""
         self.host.recount()
         moving = [block.id for block in self._pool.blocks if block.state in (BlockState.LOADING, BlockState.STORING)]
-        queued = [load for loads in self._queued.values() for load in loads]
-        copies = [one.copy if isinstance(one, _Load) else one for one in (*self._copies.values(), *queued)]
-        named = sorted(one.source if one.source_tier == Tier.DEVICE else one.target for one in copies)
+        loads = [one for one in self._copies.values() if isinstance(one, PageLoad)]
+        stores = [one for one in self._copies.values() if isinstance(one, BlockCopy)]
+        named = sorted([load.page for load in loads] + [copy.source for copy in stores])
         assert moving == named, f"pages {moving} are in transfer, copies are of {named}"
         for block in self._pool.blocks:
             saved = block.hash is not None and block.hash in self.host.pages(block.group)
@@ -469,17 +388,20 @@ class LowerTiers:
         self.host.check_doubles(
             [(block.group, block.hash) for block in self._pool.blocks if block.saved and block.hash]
         )
-        writes = sum(one.target_tier == Tier.DISK for one in copies)
+        writes = sum(copy.target_tier == Tier.DISK for copy in stores)
         assert self._writes == writes, f"{self._writes} pages count as on their way to disk, {writes} are"
-        loads = [one for one in (*self._copies.values(), *queued) if isinstance(one, _Load)]
-        known = {id(load) for loading in self._loading for load in loading.values()}
-        assert known == {id(load) for load in loads if not load.forgotten}, "a load is not where it is looked for"
+        self._loads.check(loads)
 
     def _number(self) -> int:
         self.next_copy += 1
         return self.next_copy - 1
 
 
-def stored_key(group: int, key: bytes) -> bytes:
-    """Of a page in the store on disk."""
-    return group.to_bytes(2, "little") + key
+class Anywhere:
+    """Prefixes of one group in the pool or below it."""
+
+    def __init__(self, pages: Container[bytes], group: int, tiers: LowerTiers, disk: bool) -> None:
+        self._pages, self._group, self._tiers, self._disk = pages, group, tiers, disk
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._pages or (isinstance(key, bytes) and self._tiers.has(self._group, key, disk=self._disk))

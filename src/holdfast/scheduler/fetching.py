@@ -4,17 +4,26 @@ times come from its caller, and rates from what these times show.
 A sequence that waits for pages keeps its place in line and has no slot. Those behind it may start meanwhile. It holds
 the pages that come, but any who runs takes them when there are no others: then what has come stays cached as long as it
 may, and the sequence tries once more, and then computes. So nobody waits for ever, and nobody for who waits.
+
+What is fetched takes pages that nobody uses, which may hold all that others in line wait for. So whose prompt is in the
+pool starts before a fetch begins, whoever is before it in line; each is passed in this way by PASSED others at most.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import islice
 
 from holdfast.kvcache import FoundBelow, KVCache, Prefix, Tier
 from holdfast.scheduler.limits import SchedulerLimits
 from holdfast.scheduler.prefill_cost import PrefillCost, PromptWork, pairs
 from holdfast.scheduler.sequence import Sequence, Status
 
+PASSED = 16
+"""Others that start before somebody in line, in all, because they were in the pool."""
+LOOKED, LOOKED_WHOLE = 64, 4
+"""Of those in line, who are asked in one plan whether they begin in the pool, and those of them who are found not to be
+in it as a whole, which takes a look at each block."""
 MOST_FETCHES = 2
 """Of one sequence, each time that it is in line."""
 KEPT = 0.8
@@ -82,6 +91,32 @@ class Fetching:
     def line(self, waiting: list[Sequence]) -> list[Sequence]:
         """Those of them who need not wait for pages."""
         return [one for one in waiting if not self.awaits(one)] if self.sequences else waiting
+
+    @property
+    def unplaced(self) -> bool:
+        """Somebody waits for pages that are still to be taken from the pool."""
+        return any(one.book.unplaced for one in self.sequences)
+
+    def whole_behind(self, sequence: Sequence, line: list[Sequence]) -> tuple[Sequence, Prefix] | None:
+        """The next behind this one who need not compute more than a block, and wait for nothing; None: there is none,
+        or somebody was passed often enough."""
+        kv, looks, passing = self._kv, 0, False
+        for one in islice(line, LOOKED):
+            if one is sequence:
+                passing = True
+            elif passing and one.order[0] == sequence.order[0] and self._may_pass(one, sequence):
+                prefix = kv.find_prefix(one.book, one.cacheable)
+                if len(one.tokens) - prefix.tokens <= kv.layout.block_tokens:
+                    return one, prefix
+                one.looked_whole, looks = True, looks + 1
+            if one.passed >= PASSED or looks == LOOKED_WHOLE:
+                break
+        return None
+
+    def _may_pass(self, one: Sequence, sequence: Sequence) -> bool:
+        if one.looked_whole or one.rows_in_flight or one.request.adapter not in (None, sequence.request.adapter):
+            return False
+        return self._kv.begins_in_pool(one.book, one.cacheable)
 
     def choose(self, sequence: Sequence, prefix: Prefix, running: Iterable[Sequence]) -> FoundBelow | None:
         """What it had best wait for; None: nothing. `prefix`: what the pool has. `running`: whose prompts are computed

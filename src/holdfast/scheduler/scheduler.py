@@ -95,7 +95,8 @@ class Scheduler(Results):
             self._plan_row(draft, sequence, sequence.pending, may_preempt=False)
         self._commit(draft)
         step_tokens = self.limits.max_num_batched_tokens - draft.kept_back - draft.budget
-        draft.copies = self.kv.plan_copies(self._worth_saving(), step_tokens)
+        waited_for = self.limits.max_steps_in_flight > 1 and not self._in_flight
+        draft.copies = self.kv.plan_copies(self._worth_saving(), step_tokens, awaited=waited_for)
         coming = self._adapters.arriving or (self.kv.tiers is not None and self.kv.tiers.copying)
         if not draft.rows and not draft.copies and (self._in_flight or not coming):
             awaited = self._in_flight or any(one.request.request_id in awaiting_mask for one in self._running)
@@ -208,6 +209,7 @@ class Scheduler(Results):
     # --- admission ---
 
     def _admit(self, draft: Draft, now_s: float) -> None:
+        begun = 0
         while self._waiting and self._free_slots and draft.budget and self._worth_admitting:
             line = self._fetching.line(self._waiting)
             sequence = self._adapters.next_in_line(line, self._added_total)
@@ -216,8 +218,13 @@ class Scheduler(Results):
                 return
             prefix = self.kv.find_prefix(sequence.book, sequence.cacheable)
             found = self._fetching.choose(sequence, prefix, self._running)
+            if found is not None and self._start_whole(draft, sequence, now_s):
+                continue
             if found is not None and self._may_fetch(sequence, found):
                 self._fetching.begin(sequence, found, prefix)
+                begun += sum(found.missing.values())
+                if self.kv.tiers is not None and begun >= self.kv.tiers.limits.loads_a_plan:
+                    return  # No more than these are planned now, and who decodes waits for this plan.
             elif (found is not None and self._busy) or not self._has_room(sequence, prefix, draft.budget):
                 if self._fetching.drop_youngest(behind=sequence):
                     continue
@@ -232,6 +239,24 @@ class Scheduler(Results):
                     return
                 self._fetching.drop(sequence)
 
+    def _start_whole(self, draft: Draft, first: Sequence, now_s: float) -> bool:
+        """Starts those behind the first in line who are in the pool, before pages for the first are taken from it. Says
+        whether there was one."""
+        started = False
+        while draft.budget and len(self._fetching.sequences) < len(self._free_slots):
+            line = self._fetching.line(self._waiting)
+            found = self._fetching.whole_behind(first, line)
+            if found is None:
+                break
+            sequence, prefix = found
+            if not self._has_room(sequence, prefix, draft.budget) or not (self._running or self._has_page(prefix)):
+                break
+            for one in line:
+                one.passed += one.order < sequence.order
+            self._start(draft, sequence, prefix, now_s)
+            started = True
+        return started
+
     def _may_fetch(self, sequence: Sequence, found: FoundBelow) -> bool:
         fetching, step_tokens = self._fetching.sequences, self.limits.max_num_batched_tokens
         if len(fetching) >= len(self._free_slots):
@@ -245,7 +270,7 @@ class Scheduler(Results):
 
     def _has_room(self, sequence: Sequence, prefix: Prefix, step_tokens: int) -> bool:
         """Whether its whole prompt could be computed with the pages there are, and everybody else go on."""
-        if not self._running:
+        if not self._running and not self._fetching.unplaced:
             return True
         wanted = prefix.idle + self.kv.blocks_owed(prefix.held, len(sequence.tokens), step_tokens)
         return wanted + self._set_aside(self._running, sequence) <= self.kv.blocks_available

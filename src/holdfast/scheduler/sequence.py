@@ -62,6 +62,10 @@ class Sequence:
     """How many there are in all: one less than the prompt has tokens, or none."""
     fetches: int = 0
     """How often it has waited for pages from RAM or disk since it entered the line."""
+    looked_whole: bool = False
+    """All of it was looked for in the pool since it entered the line, and was not there."""
+    passed: int = 0
+    """Others that started before it although they came later, because all of them was in the pool."""
     computes: bool = False
     """What could have been fetched for it since then is computed: that is sooner."""
     cached_tokens: int = 0

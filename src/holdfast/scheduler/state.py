@@ -88,7 +88,7 @@ class SchedulerState:
         self._stop_running(sequence)
         sequence.status = Status.PREEMPTED
         sequence.computed = sequence.in_flight = sequence.fetches = 0
-        sequence.computes = False
+        sequence.computes = sequence.looked_whole = False
         enter(self._waiting, sequence)
         self._preemptions_total += 1
 

@@ -298,7 +298,7 @@ class Mix:
         core = self.start()
         tiers = core.scheduler.kv.tiers
         if self.ram and tiers is not None:  # Pages come when they are pinned.
-            tiers.host = HostPages(len(self.world.layout.groups), 0, tiers._left_host)
+            tiers.host = tiers._loads._host = HostPages(len(self.world.layout.groups), 0, tiers._left_host)
         runner = SimpleNamespace(kv=self.world.built.runner.kv, host_pages=lambda: RAM_PAGES, host_settled=lambda: True)
         KVKeeper(core, runner, b"same", self.file).restore(kept)
         core.scheduler.check_invariants()

@@ -17,10 +17,10 @@ from deadlines import PATIENCE_S
 from late_tiers import AsGpu, disk_places, pinned
 from simulated_copies import SimulatedCopies
 
-from holdfast.execution.tiers.gpu import PIECE_BYTES, GpuPageCopies, HostMemory, piece_bytes
+from holdfast.execution.tiers.gpu import PIECE_BYTES, GpuPageCopies, HostMemory, _Piece, piece_bytes
 from holdfast.kvcache import KVCache, Tier, TierLimits
 from holdfast.prefix_store import PrefixStore
-from holdfast.records import Request, SamplingParams
+from holdfast.records import BlockCopy, Request, SamplingParams
 from holdfast.scheduler.limits import SchedulerLimits
 from holdfast.scheduler.scheduler import Scheduler
 
@@ -149,7 +149,8 @@ def test_pieces_are_whole_pages_of_both_kinds_and_no_more_than_was_asked_for(pag
 
 
 def test_the_link_tells_how_long_it_brought_pages_from_ram() -> None:
-    """Since it was asked last; and nothing where weights or pages from disk come over it too, or not all was timed."""
+    """Since it was asked last, also where it did not time them all; and nothing where weights or pages from disk come
+    over it too."""
 
     class Timed(SimulatedCopies):
         found = 0.0, 0
@@ -157,19 +158,27 @@ def test_the_link_tells_how_long_it_brought_pages_from_ram() -> None:
         def timed(self) -> tuple[float, int]:
             return self.found
 
-    link, weights_come = Timed(1), False
-    copies = GpuPageCopies(lambda: torch.zeros(4), 16, link, lambda: weights_come, None, None)
-    link.found = 0.5, 0
-    assert (copies.loading_s(), copies.loading_s()) == (0.5, 0.0)
-    weights_come, link.found = True, (2.0, 0)
-    assert copies.loading_s() == 0.0
-    weights_come, link.found = False, (2.25, 0)
-    assert copies.loading_s() == 0.25
-    link.found = 2.5, 3
-    assert copies.loading_s() == 0.0
-    link.found = 2.75, 3
-    assert copies.loading_s() == 0.25
-    copies._from_disk, link.found = True, (3.0, 3)
-    assert copies.loading_s() == 0.0
-    link.found = 3.5, 3
-    assert copies.loading_s() == 0.5
+        def passed(self, mark: Any) -> bool:
+            return True
+
+    link, weights_come, page = Timed(1), False, 16
+    copies = GpuPageCopies(lambda: torch.zeros(64), page, link, lambda: weights_come, None, None)
+
+    def come(pages: int, seconds: float, timed: int, tier: Tier = Tier.HOST) -> float:
+        """Of so many pages that come so many are timed."""
+        link.found = link.found[0] + seconds, link.found[1] + timed * page
+        coming = [BlockCopy(number, tier, number, Tier.DEVICE, number, False) for number in range(pages)]
+        copies._coming.extend(_Piece(None, [one]) for one in coming)
+        assert copies.over(wait=False) == (list(range(pages)), [])
+        return copies.loading_s()
+
+    assert come(4, 0.5, 4) == 0.5
+    assert come(0, 0.0, 0) == 0.0
+    assert come(1000, 0.25, 2) == 125.0, "few of many pieces were timed"
+    assert come(2, 0.0, 0) == 0.25, "none was: it is as it was of late"
+    weights_come = True
+    assert come(4, 2.0, 4) == 0.0
+    weights_come, copies._from_disk = False, True
+    assert come(4, 2.0, 4) == 0.0
+    assert come(4, 1.0, 4, Tier.DISK) == 0.0
+    assert come(4, 1.0, 4) == 1.0

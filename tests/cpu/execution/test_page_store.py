@@ -140,6 +140,7 @@ def test_the_disk_reads_on_while_pages_that_have_come_go_to_the_pool(page_bytes:
     reads = DiskReads(store, page_bytes, places)
     reads.begin([load(number) for number in range(places)])
     assert len(store.asked) >= 4
+    assert len(store.asked[0][0]) >= 3, "a disk is not kept busy by single pages"
     wanted, done = store.asked[0]
     done(SimpleNamespace(valid=(True,) * len(wanted)))
     come = [place for _, place in reads.collect() if place is not None]

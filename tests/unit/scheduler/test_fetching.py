@@ -185,10 +185,10 @@ def test_a_link_that_is_timed_by_itself_is_not_slow_beside_long_steps() -> None:
         fetching = world().scheduler._fetching
         tiers, page = fetching._kv.tiers, fetching._kv.layout.page_bytes
         assert tiers is not None
-        tiers._in_flight[Tier.HOST] = 60
+        tiers._loads.in_flight[Tier.HOST] = 60
         fetching.note_planned(0.0)
         tiers.loaded_pages[Tier.HOST] += 50
-        tiers._in_flight[Tier.HOST] = 10
+        tiers._loads.in_flight[Tier.HOST] = 10
         fetching.note_applied([(0, 100)], 0.0, 5.0, loading_s)
         rate = fetching.loads[Tier.HOST].per_s
         assert rate is not None
@@ -201,10 +201,10 @@ def test_what_the_link_did_while_no_page_came_from_ram_is_not_held_against_it() 
     assert tiers is not None
     for number in range(100):
         fetching.note_applied([(0, 1)], float(number), number + 1.0, 0.01)
-    tiers._in_flight[Tier.HOST] = 4
+    tiers._loads.in_flight[Tier.HOST] = 4
     fetching.note_planned(100.0)
     tiers.loaded_pages[Tier.HOST] += 4
-    tiers._in_flight[Tier.HOST] = 0
+    tiers._loads.in_flight[Tier.HOST] = 0
     fetching.note_applied([(0, 1)], 100.0, 101.0, 0.004)
     rate = fetching.loads[Tier.HOST].per_s
     assert rate is not None
@@ -270,7 +270,7 @@ def test_what_came_between_two_looks_is_not_taken_for_slow() -> None:
     fetching.note_applied([(0, 1)], 1.0, 2.0)
     assert fetching.loads[Tier.HOST].per_s == known
     fetching._since_s[Tier.HOST] = 2.0
-    tiers._in_flight[Tier.HOST] = 1
+    tiers._loads.in_flight[Tier.HOST] = 1
     fetching.note_applied([(0, 1)], 2.0, 2.9)  # Still on its way.
     tiers.loaded_pages[Tier.HOST] += 1
     fetching.note_applied([(0, 1)], 2.9, 3.0)

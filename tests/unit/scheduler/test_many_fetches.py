@@ -13,6 +13,7 @@ from typing import Any
 from holdfast.kvcache import KVCache, KVLayout, Tier, TierLimits, form_groups
 from holdfast.records import Request, SamplingParams, StepPlan, StepResult
 from holdfast.scheduler import Scheduler, SchedulerLimits
+from holdfast.scheduler.fetching import PASSED
 from holdfast.scheduler.prefill_cost import pairs
 
 BLOCK = 16
@@ -118,13 +119,66 @@ def test_conversations_that_come_back_at_once_all_come_from_ram() -> None:
         world.add(f"first {number}", pages * BLOCK, 1)
         world.run(lambda number=number: f"first {number}" in world.first_s)  # type: ignore[misc]
     world.run(lambda: not world.scheduler.has_copies)
-    asked_s, computed = world.now_s, world.computed
+    asked_s, computed, tiers = world.now_s, world.computed, world.scheduler.kv.tiers
     for number in range(32):
         world.add(f"again {number}", pages * BLOCK, 1)
     world.run(lambda: not world.scheduler.has_unfinished)
     assert max(world.first_s[f"again {number}"] for number in range(32)) - asked_s < 1.8
     assert world.computed - computed < 4 * pages * BLOCK
+    assert tiers is not None
+    assert tiers.loaded_pages[Tier.HOST] <= 25 * pages, "who lay in the pool was evicted for others first"
     world.scheduler.check_invariants()
+
+
+def put_below(world: World, names: dict[str, int]) -> None:
+    """Prompts of so many blocks and a token are asked in turn, and all that is left of them is saved."""
+    for name, blocks in names.items():
+        world.add(f"first {name}", blocks * BLOCK + 1, 1)
+        world.run(lambda name=name: f"first {name}" in world.first_s)  # type: ignore[misc]
+        world.run(lambda: not (world.scheduler.has_unfinished or world.scheduler.has_copies))
+
+
+def plan_once(world: World) -> StepPlan:
+    plan = world.scheduler.schedule(world.now_s)
+    assert plan is not None
+    world.launch(plan)
+    world.scheduler.check_invariants()
+    return plan
+
+
+def test_a_plan_begins_what_it_can_bring_and_takes_pages_for_no_more() -> None:
+    """Each of those that wait makes work for the books, during which nothing is planned for those that decode."""
+    world = open_world(1500, 1, 8000, host_pages=4000)
+    put_below(world, dict.fromkeys(map(str, range(4)), 300) | {"long": 450, "other": 450, "last": 450})
+    waiting = world.scheduler._fetching.sequences
+    for number in range(4):
+        world.add(f"again {number}", 300 * BLOCK + 1, 1)
+    for begun in (1, 2):
+        plan = plan_once(world)
+        assert (len(waiting), len(plan.copies)) == (begun, 256)
+        assert world.scheduler.kv.blocks_used == 256 * begun
+    world.run(lambda: not world.scheduler.has_unfinished)
+    assert world.scheduler.kv.tiers is not None
+    assert world.scheduler.kv.tiers.loaded_pages[Tier.HOST] == 4 * 300
+
+
+def test_who_is_in_the_pool_starts_first_and_nobody_is_passed_by_more_than_some() -> None:
+    world = open_world(130, 1, 4500, host_pages=1000)
+    put_below(world, {"gone": 70} | dict.fromkeys(map(str, range(30)), 4))
+    world.add("again gone", 70 * BLOCK + 1, 1)
+    for number in range(30):
+        world.add(f"again {number}", 4 * BLOCK + 1, 1)
+    plan = plan_once(world)
+    assert [row.count for row in plan.rows] == [1] * PASSED
+    assert not plan.copies, "there are no pages for the first in line yet"
+    while not world.scheduler._fetching.sequences:
+        world.apply()
+        assert len(world.first_s) <= 31 + PASSED
+        world.scheduler.check_invariants()
+        if (next_plan := world.scheduler.schedule(world.now_s)) is not None:
+            world.launch(next_plan)
+    world.run(lambda: not world.scheduler.has_unfinished)
+    assert "again gone" in world.first_s
 
 
 def test_nothing_is_computed_again_of_those_for_whom_a_pool_became_too_small() -> None:

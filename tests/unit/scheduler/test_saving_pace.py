@@ -16,10 +16,12 @@ from holdfast.scheduler import Scheduler, SchedulerLimits
 BLOCKS, PACE = 200, 3
 
 
-def world(pace: int = PACE) -> SimulatedEngine:
+def world(pace: int = PACE, *, steps_in_flight: int = 1) -> SimulatedEngine:
     groups, places = form_groups([None, None])
     layout = KVLayout(groups=groups, block_tokens=4, layers_per_page=places, kv_heads=1, head_dim=4, element_bytes=4)
-    limits = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=400)
+    limits = SchedulerLimits(
+        max_num_seqs=4, max_num_batched_tokens=64, max_model_len=400, max_steps_in_flight=steps_in_flight
+    )
     below = TierLimits(host_pages=1000, most_storing=60, spare_pages=BLOCKS, stores_a_plan=pace)
     kv = KVCache(layout, BLOCKS, True, below)
     return SimulatedEngine(Scheduler(limits, kv), vocabulary=50, tiers=SimulatedTiers(random.Random(3), None, 0.0))
@@ -55,7 +57,7 @@ def test_who_decodes_waits_for_the_books_of_few_pages() -> None:
     leave_idle(engine, 200)
     ask(engine, "decodes", 3, 40)
     begun = [stores(engine) for _ in range(20)]
-    assert all(count <= PACE + tokens for tokens, count in begun)
+    assert all(count <= PACE + -(-tokens // 4) for tokens, count in begun)
     assert sum(count for _, count in begun) >= 40, "all of them are saved all the same"
 
 
@@ -65,7 +67,24 @@ def test_pages_are_saved_as_fast_as_prompts_fill_them() -> None:
     ask(engine, "prompt", 190, 1)
     tokens, count = stores(engine)
     assert tokens == 64
-    assert count >= 64 // 4 + PACE
+    assert count == 64 // 4 + PACE
+
+
+def test_what_the_device_waits_for_is_planned_without_saves() -> None:
+    """While enough are spare for the steps that come: the plan behind it is made while it is computed."""
+    for idle, first in (((300,), 0), ((300, 360), 64 // 4 + PACE)):
+        engine = world(steps_in_flight=2)
+        for tokens in idle:
+            leave_idle(engine, tokens)
+        ask(engine, "prompt", 190, 1)
+        begun = list[int]()
+        for _ in range(2):
+            plan = engine.plan()
+            assert plan is not None
+            begun.append(sum(copy.target_tier == Tier.HOST for copy in plan.copies))
+            if not begun[1:]:
+                assert plan.token_count == 64
+        assert begun == [first, 64 // 4 + PACE]
 
 
 @pytest.mark.parametrize("why", ["nobody waits", "the pool shall shrink"])

@@ -82,7 +82,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         spare = choice.choice([(12, 0), (2, 3)])
         below = TierLimits(
             host_pages=host_pages, most_loading=5, most_loading_disk=2, most_storing=4, spare_pages=spare[0],
-            saves_ahead=spare[1],
+            saves_ahead=spare[1], stores_a_plan=choice.choice([1, 3, 1024]), loads_a_plan=choice.choice([1, 256]),
         )  # fmt: skip
         kv = KVCache(layout, blocks, prefix_caching, below if host_pages or disk else None, store)
         tiers = SimulatedTiers(choice, store) if host_pages or disk else None

@@ -67,8 +67,8 @@ START_TRIES = 4
 MOST_LOADING, MOST_STORING, SPARE_PAGES, SAVES_AHEAD = 1024, 1024, 2048, 32
 """KV pages on their way to the pool and from it at once, those of it that are kept free or saved in RAM, and those that
 a step saves beyond that while RAM has pages that nobody needs."""
-STORES_A_PLAN = 128
-"""Of those from it, that a step begins, and one more with each token: a millisecond of books beside who decodes."""
+STORES_A_PLAN = 32
+"""Of those from it, that a step begins beside as many as it fills: a quarter of a millisecond of books."""
 
 RAM_SHARE, RAM_KEPT_BYTES = 0.9, 3 * GIB
 """Of what is free once layers are pinned, and how much of that stays free: as plans leave it."""

@@ -68,7 +68,7 @@ class Copies(Protocol):
         """When this returns nothing is on its way, and what waited for the link never goes."""
 
     def timed(self) -> tuple[float, int]:
-        """Seconds of all copies to the GPU that are over and were timed, and how many copies were not."""
+        """Seconds and bytes of all copies to the GPU that are over and were timed."""
 
     def use(self) -> LinkUse:
         """Of the way to the GPU."""
@@ -121,7 +121,7 @@ class CudaCopies:
         due: bool,
     ) -> None:
         self._stream.wait_event(after)
-        timed = self._busy.begin(self._stream)
+        timed = self._busy.begin(self._stream, source.nbytes)
         with torch.cuda.stream(self._stream):
             target[: len(source)].copy_(source, non_blocking=True)
         timed.end(self._stream)
@@ -212,7 +212,7 @@ class CudaCopies:
             self._back_busy.add(seconds)
         else:
             self._bytes += source.nbytes
-            self._busy.add(seconds)
+            self._busy.add(seconds, source.nbytes)
 
     def wait(self, mark: torch.cuda.Event) -> None:
         self._hurry(mark)
@@ -262,6 +262,8 @@ def back_rate(copies: Copies, source: torch.Tensor, target: torch.Tensor) -> flo
 class _Pair:
     """Around a piece of work on a stream."""
 
+    nbytes = 0
+
     def __init__(self) -> None:
         self.first, self.last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
@@ -275,33 +277,35 @@ class _Timed:
     def __init__(self) -> None:
         self._running: deque[_Pair] = deque()
         self._idle = [_Pair() for _ in range(MOST_TIMED)]
-        self._seconds, self._count, self._missed = 0.0, 0, 0
+        self._seconds, self._count, self._missed, self._bytes = 0.0, 0, 0, 0
 
-    def begin(self, stream: torch.cuda.Stream) -> _Pair:
+    def begin(self, stream: torch.cuda.Stream, nbytes: int = 0) -> _Pair:
         self._collect()
         if not self._idle:
             self._missed += 1
             return _Pair()
         pair = self._idle.pop()
+        pair.nbytes = nbytes
         pair.first.record(stream)
         self._running.append(pair)
         return pair
 
-    def add(self, seconds: float) -> None:
+    def add(self, seconds: float, nbytes: int = 0) -> None:
         """That were timed otherwise."""
-        self._seconds, self._count = self._seconds + seconds, self._count + 1
+        self._seconds, self._count, self._bytes = self._seconds + seconds, self._count + 1, self._bytes + nbytes
 
     def _collect(self) -> None:
         while self._running and self._running[0].last.query():
             pair = self._running.popleft()
             self._seconds += pair.first.elapsed_time(pair.last) / 1000
             self._count += 1
+            self._bytes += pair.nbytes
             self._idle.append(pair)
 
     def timed(self) -> tuple[float, int]:
-        """The seconds of what was timed, and how many were not."""
+        """Seconds and bytes of what was timed."""
         self._collect()
-        return self._seconds, self._missed
+        return self._seconds, self._bytes
 
     def total_s(self) -> float:
         self._collect()

@@ -179,7 +179,8 @@ class GpuPageCopies:
         self._coming: deque[_Piece] = deque()
         self._going: deque[_Piece] = deque()
         self._failed: list[int] = []
-        self._timed = 0.0, 0
+        self._timed, self._byte_s, self._come_bytes = (0.0, 0), 0.0, 0
+        """What the link has timed, what it took for a byte of late, and what came from RAM since `loading_s`."""
         self._from_disk = False
         """Pages came from there since `loading_s` was asked last."""
 
@@ -200,13 +201,16 @@ class GpuPageCopies:
         return self._host is None or self._host.settled
 
     def loading_s(self) -> float:
-        """Since this was asked last, in which the link brought pages from RAM; 0: it is not known, since weights come
-        too, or pages from disk, or more pieces than it times."""
+        """That the link took for the pages that have come from RAM since this was asked last; 0: it is not known, since
+        weights come too, or pages from disk. Of more pieces than it times some tell for all."""
         before, self._timed = self._timed, self.link.timed()
+        come, self._come_bytes = self._come_bytes, 0
         others, self._from_disk = self._from_disk, any(piece.reads is not None for piece in self._coming)
-        if others or self._from_disk or self._behind_weights() or self._timed[1] > before[1]:
+        if others or self._from_disk or self._behind_weights():
             return 0.0
-        return self._timed[0] - before[0]
+        if self._timed[1] > before[1]:
+            self._byte_s = (self._timed[0] - before[0]) / (self._timed[1] - before[1])
+        return come * self._byte_s
 
     def begin(self, plan: StepPlan) -> None:
         """Before the rows of the plan are launched."""
@@ -315,6 +319,8 @@ class GpuPageCopies:
 
     def _end(self, piece: _Piece, finished: list[int], failed: list[int]) -> None:
         numbers = [copy.copy_id for copy in piece.copies]
+        if piece.copies[0].source_tier == Tier.HOST:
+            self._come_bytes += len(numbers) * self._page_bytes
         if piece.reads is not None and self._disk is not None:
             self._disk.reads.release(piece.reads)
         if piece.writes is not None and self._disk is not None:
