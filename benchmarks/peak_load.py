@@ -5,7 +5,13 @@ throughput stay flat.
     python -m benchmarks.peak_load --out results --model smollm2 --concurrency 2 --up 2s --peak 8s --down 2s
 
 Writes of each run its JSON and its page, run-1.json and run-1.html, and summary.json after every run, so that what is
-cut off by a time limit loses the last run alone. Ends with 1 where a run does not pass.
+cut off by a time limit loses the last run alone. server.log has what the server said, also where a run failed;
+status.txt says how far it is, for a caller that cannot wait so long and looks again and again:
+
+    setsid -f python -m benchmarks.peak_load --out results --runs 3 >results/peak_load.log 2>&1
+    cat results/status.txt                             ends with `ended with 0` or another code
+
+Ends with 1 where a run does not pass.
 """
 
 from __future__ import annotations
@@ -13,14 +19,17 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import describe_machine
+from benchmarks.machine import commit, describe_machine
 from holdfast.bench.own_server import free_port, launched
 from holdfast.hardware import nvidia
 
@@ -56,6 +65,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--layers", type=int, default=SHAPE["num_hidden_layers"], help="of the dummy (default: 32)")
     parser.add_argument("--device", default="cuda", help="of the dummy: cuda (default) or cpu")
     parser.add_argument("--serve-flags", default="", metavar='"FLAGS"')
+    parser.add_argument("--bench-flags", default="", metavar='"FLAGS"', help="--prefix-tokens 1000 --prefixes 40")
     parser.add_argument("--runs", type=int, default=1, help="one after the other, on one server (default: 1)")
     parser.add_argument("--first", type=int, default=1, help="number of the first, where runs are made in parts")
     parser.add_argument("--concurrency", default="256")
@@ -83,7 +93,7 @@ def bench_words(arguments: argparse.Namespace, url: str, number: int) -> list[st
     for name in ("concurrency", "prompt", "output", "workers", "up", "peak", "down"):
         words += [f"--{name}", getattr(arguments, name)]
     kept = [str(arguments.out / f"run-{number}.{kind}") for kind in ("json", "html")]
-    return [*words, "--save", kept[0], "--html", kept[1]]
+    return [*words, *shlex.split(arguments.bench_flags), "--save", kept[0], "--html", kept[1]]
 
 
 def summary_of(document: dict[str, Any]) -> dict[str, Any]:
@@ -92,9 +102,9 @@ def summary_of(document: dict[str, Any]) -> dict[str, Any]:
 
     def drift(name: str) -> dict[str, float] | None:
         found = document[name]
-        return found and {"early": found["early"], "late": found["late"]}
+        return found and {"early": found["early"], "late": found["late"], "pools": found.get("pools", 0.0)}
 
-    held = [sample["vram_bytes"] or sample["ram_bytes"] for sample in samples]
+    counted = [sample["preemptions"] for sample in samples if sample["preemptions"] is not None]
     return {
         "date": document["date"],
         "passed": document["verdict"]["passed"],
@@ -108,39 +118,82 @@ def summary_of(document: dict[str, Any]) -> dict[str, Any]:
         "throughput_drift": drift("throughput_drift"),
         "ram_drift": drift("ram_drift"),
         "vram_drift": drift("vram_drift"),
-        "held_bytes_first_most_last": [held[0], max(filter(None, held), default=None), held[-1]],
-        "preemptions": max((sample["preemptions"] or 0 for sample in samples), default=0),
+        "ram_bytes": held_over_time(samples, "ram_bytes"),
+        "vram_bytes": held_over_time(samples, "vram_bytes"),
+        "preemptions": counted[-1] - counted[0] if counted else None,
     }
+
+
+def held_over_time(samples: Sequence[dict[str, Any]], name: str) -> dict[str, float] | None:
+    """Over the whole run. The medians of its first and its last fifth: single samples may be of a moment."""
+    known = [sample for sample in samples if sample[name] is not None]
+    if not known:
+        return None
+    begin_s, end_s = known[0]["at_s"], known[-1]["at_s"]
+    fifth_s = (end_s - begin_s) / 5
+    return {
+        "first_fifth": statistics.median(one[name] for one in known if one["at_s"] <= begin_s + fifth_s),
+        "most": max(one[name] for one in known),
+        "last_fifth": statistics.median(one[name] for one in known if one["at_s"] >= end_s - fifth_s),
+    }
+
+
+class Progress:
+    """status.txt, for whoever looks again and again."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "status.txt"
+        self._path.unlink(missing_ok=True)
+
+    def say(self, text: str) -> None:
+        print(text, flush=True)
+        with self._path.open("a") as file:
+            file.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+
+
+def measured(arguments: argparse.Namespace, progress: Progress, folder: Path) -> int:
+    port = free_port()
+    words = serve_words(arguments, folder, port)
+    began_s, runs = time.monotonic(), list[dict[str, Any]]()
+    with launched(words, port, kept=True) as server:
+        try:
+            server.wait_until_ready(START_LIMIT_S)
+            ready_s = time.monotonic() - began_s
+            progress.say(f"ready after {ready_s:.1f} s")
+            for number in range(arguments.first, arguments.first + arguments.runs):
+                kept = arguments.out / f"run-{number}.json"
+                for stale in (kept, kept.with_suffix(".html")):
+                    stale.unlink(missing_ok=True)
+                done = subprocess.run(bench_words(arguments, server.url, number), check=False)
+                if not kept.exists():
+                    progress.say(f"run {number} ended with {done.returncode} and kept nothing")
+                    return 1
+                runs.append(summary_of(json.loads(kept.read_text())))
+                summary = {
+                    "command": shlex.join(sys.orig_argv[1:]),
+                    "commit": commit(),
+                    "machine": describe_machine() | {"gpus": [gpu.name for gpu in nvidia.probe().gpus]},
+                    "ready_s": ready_s,
+                    "runs": runs,
+                }
+                (arguments.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+                progress.say(f"run {number}: {runs[-1]['reason']}")
+                print(json.dumps(runs[-1]), flush=True)
+        finally:
+            shutil.copy(server.log, arguments.out / "server.log")
+    return 0 if all(run["passed"] for run in runs) else 1
 
 
 def main() -> int:
     arguments = options().parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    port = free_port()
-    with tempfile.TemporaryDirectory() as folder:
-        words = serve_words(arguments, Path(folder), port)
-        began_s, runs = time.monotonic(), list[dict[str, Any]]()
-        with launched(words, port, kept=True) as server:
-            server.wait_until_ready(START_LIMIT_S)
-            ready_s = time.monotonic() - began_s
-            print(f"ready after {ready_s:.1f} s", flush=True)
-            for number in range(arguments.first, arguments.first + arguments.runs):
-                done = subprocess.run(bench_words(arguments, server.url, number), check=False)
-                kept = arguments.out / f"run-{number}.json"
-                if not kept.exists():
-                    print(f"run {number} ended with {done.returncode} and kept nothing", flush=True)
-                    return 1
-                runs.append(summary_of(json.loads(kept.read_text())))
-                gpus = [gpu.name for gpu in nvidia.probe().gpus]
-                summary = {
-                    "command": shlex.join(sys.orig_argv[1:]),
-                    "machine": describe_machine() | {"gpus": gpus},
-                    "ready_s": ready_s,
-                    "runs": runs,
-                }
-                (arguments.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-                print(f"run {number}: {json.dumps(runs[-1])}", flush=True)
-    return 0 if all(run["passed"] for run in runs) else 1
+    progress, code = Progress(arguments.out), 1
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            code = measured(arguments, progress, Path(folder))
+    finally:
+        progress.say(f"ended with {code}")
+    return code
 
 
 if __name__ == "__main__":

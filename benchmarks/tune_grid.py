@@ -1,11 +1,12 @@
 """`holdfast tune` held against an exhaustive grid: for two shapes of traffic, what it keeps and the best of all.
 
-    python -m benchmarks.tune_grid --out results/tune.json                 one server at a time, about an hour
+    python -m benchmarks.tune_grid --out results/tune.json                 one server at a time, 45 minutes
     python -m benchmarks.tune_grid --out results/tune.json --at-once 5     on 16 cores: 15 minutes
     python -m benchmarks.tune_grid --out results/tune.json --slo-times 8 --rate-times 0.5   for a machine that is busy
     bash benchmarks/tune_grid_job.sh FOLDER                                the same, in pieces of at most 9 minutes
 
-The grid is small enough to measure all of it, each configuration in turn, as often as `--repeats` says. What tune kept
+The grid is small enough to measure all of it, each configuration in turn, as often as `--repeats` says, and `--more`
+times those that come near the best, so that the difference from what was kept has a standard error. What tune kept
 is then read off the grid's own runs, so that both are judged by the same measurements. Wants a machine that does
 nothing else: the spread of equal runs is printed beside the result. `--at-once N` divides the cores into N lanes, with
 a server (pinned by taskset) and its client in each; lanes share caches and memory, so the figures are those of a server
@@ -44,6 +45,8 @@ from holdfast.tune.tuner import Tuner
 from holdfast.units import parse_duration
 
 WITHIN = 0.05
+CONTENDS = 0.25
+"""Of the best of the first turns: those that come so near it are measured more often."""
 NOTHING_IN_TIME = 3
 AXES = (Axis("max_num_seqs", (4, 16, None)), Axis("max_num_batched_tokens", (128, None, 2048)))
 POINTS = sorted(itertools.product(range(3), range(3)), key=lambda point: (point[0] != 2) + (point[1] != 1))
@@ -117,9 +120,10 @@ class Comparison:
         if "tuned" in self.shape:
             return
         grid = Grid(self.configurations, self._points, {point: place for place, point in enumerate(self._points)})
-        outcome = Tuner(lambda speed: grid, self._told, budget_s=budget_s, speed=speed).run()
+        outcome = Tuner(lambda *pace: grid, self._told, budget_s=budget_s, speed=speed).run()
         tuned = {
             "speed": outcome.speed,
+            "climb": outcome.climb,
             "verdict": outcome.verdict,
             "gain": None if outcome.gain is None else msgspec.to_builtins(outcome.gain),
             "trials": len(outcome.trials),
@@ -127,18 +131,26 @@ class Comparison:
         }
         self._results.change(lambda: self.shape.update(tuned=tuned, grid={str(one): [] for one in self.configurations}))
 
-    def remaining(self, repeats: int) -> list[ServerConfiguration]:
+    def contenders(self, repeats: int) -> list[ServerConfiguration]:
+        """What tune kept, and those that may be the best by the first turns: only they are worth more."""
+        goodput = {name: statistics.mean(values[:repeats]) for name, values in self.shape["grid"].items()}
+        worth = (1 - CONTENDS) * max(goodput.values())
+        kept = self.shape["tuned"]["kept"]
+        return [one for one in self.configurations if str(one) == kept or 0 < worth <= goodput[str(one)]]
+
+    def remaining(self, configurations: Sequence[ServerConfiguration], repeats: int) -> list[ServerConfiguration]:
         """In turns, the other way round in every second one, without those that were measured."""
         done = {name: len(values) for name, values in self.shape["grid"].items()}
         turns = [
             (turn, one)
             for turn in range(repeats)
-            for one in (self.configurations if turn % 2 == 0 else reversed(self.configurations))
+            for one in (configurations if turn % 2 == 0 else reversed(configurations))
         ]
         return [one for turn, one in turns if turn >= done[str(one)]]
 
     def measure(self, configuration: ServerConfiguration) -> None:
-        trial = self._told(configuration, speed=self.shape["tuned"]["speed"], stage="search")
+        tuned = self.shape["tuned"]
+        trial = self._told(configuration, speed=tuned["speed"], stage="search", climb=tuned["climb"])
         self._results.change(lambda: self.shape["grid"][str(configuration)].append(trial.goodput))
 
     def judge(self) -> None:
@@ -152,14 +164,30 @@ class Comparison:
             "best": best,
             "kept_of_best": goodput[kept] / goodput[best] if goodput[best] else None,
             "spread_of_equal_runs": statistics.median(spreads) if spreads else None,
+            "kept_over_best": difference_of(measured[kept], measured[best]),
         }
         self._results.change(lambda: self.shape.update(judged))
         print(self.name, json.dumps(self.shape), flush=True)
 
-    def _told(self, configuration: ServerConfiguration, *, speed: float, stage: Stage) -> Trial:
-        trial = self._trials.measure(Task(self._settings, configuration, speed, stage))
+    def _told(self, configuration: ServerConfiguration, *, speed: float, stage: Stage, climb: float = 1.0) -> Trial:
+        trial = self._trials.measure(Task(self._settings, configuration, speed, stage, climb))
         print(f"{self.name}: {trial_line(trial)}", flush=True)
         return trial
+
+
+def difference_of(kept: Sequence[float], best: Sequence[float]) -> dict[str, float] | None:
+    """Of what was kept from the best, as a share of the best, with its standard error: by turns, in which both were
+    measured. The best of several means is too high by luck, so that this is too low rather than too high."""
+    differences = [one - other for one, other in zip(kept, best, strict=False)]
+    base = statistics.mean(best)
+    if len(differences) < 2 or not base:
+        return None
+    error = statistics.stdev(differences) / len(differences) ** 0.5
+    return {
+        "mean": statistics.mean(differences) / base,
+        "standard_error": error / base,
+        "turns": len(differences),
+    }
 
 
 def settings_of(shape: dict[str, Any], arguments: argparse.Namespace, folder: str) -> TrialSettings:
@@ -186,7 +214,8 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--model", default="smollm2", help="dummy: dummy weights in its shape, prompts of token ids")
     parser.add_argument("--minutes", type=float, default=10.0, help="of tune, for each shape (default: 10)")
     parser.add_argument("--trial", default="10s")
-    parser.add_argument("--repeats", type=int, default=3, help="of each point of the grid (default: 3)")
+    parser.add_argument("--repeats", type=int, default=2, help="of each point of the grid (default: 2)")
+    parser.add_argument("--more", type=int, default=4, help="of those near the best, and of what was kept (default: 4)")
     parser.add_argument("--at-once", type=int, default=1, metavar="N", help="servers beside each other (default: 1)")
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(USUAL_SHAPES))
     parser.add_argument("--rate-times", type=float, default=1.0, metavar="X", help="so many times the requests")
@@ -204,6 +233,7 @@ def main() -> int:
         "minutes",
         "trial",
         "repeats",
+        "more",
         "at_once",
         "points",
         "slo_times",
@@ -222,7 +252,12 @@ def main() -> int:
             if name in arguments.shapes
         ]
         list(pool.map(lambda one: one.tune(60 * arguments.minutes, arguments.speed), comparisons))
-        tasks = [(one, place) for one in comparisons for place in one.remaining(arguments.repeats)]
+        tasks = [(one, place) for one in comparisons for place in one.remaining(one.configurations, arguments.repeats)]
+        list(pool.map(lambda task: task[0].measure(task[1]), tasks))
+        turns = arguments.repeats + arguments.more
+        tasks = [
+            (one, place) for one in comparisons for place in one.remaining(one.contenders(arguments.repeats), turns)
+        ]
         list(pool.map(lambda task: task[0].measure(task[1]), tasks))
         for one in comparisons:
             one.judge()

@@ -12,7 +12,7 @@ kernels() { python3 -c 'import sys; from holdfast.execution import native; sys.e
 kernels 2>/dev/null || python3 setup.py build_ext --inplace --parallel 6 >"$out/build.log" 2>&1
 kernels || echo "without compiled kernels torch computes everything, and the figures are of that ($out/build.log)"
 timeout 500 python3 -m benchmarks.tune_grid --out "$out/tune-grid.json" --model "${MODEL:-dummy}" \
-  --at-once "${AT_ONCE:-5}" --minutes "${MINUTES:-5}" --trial "${TRIAL:-8s}" --repeats "${REPEATS:-3}" \
+  --at-once "${AT_ONCE:-5}" --minutes "${MINUTES:-5}" --trial "${TRIAL:-8s}" --repeats "${REPEATS:-2}" --more "${MORE:-4}" \
   --points "${POINTS:-9}"
 status=$?
 case $status in

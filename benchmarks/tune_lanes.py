@@ -35,6 +35,7 @@ class Task(msgspec.Struct, frozen=True):
     configuration: ServerConfiguration
     speed: float
     stage: Stage
+    climb: float = 1.0
 
 
 def lanes_of(cores: Sequence[int], count: int) -> list[Lane]:
@@ -88,7 +89,7 @@ def cores_here() -> list[int]:
 
 def main() -> int:
     task = msgspec.json.decode(sys.stdin.buffer.read(), type=Task)
-    trial = ServerTrials(task.settings)(task.configuration, speed=task.speed, stage=task.stage)
+    trial = ServerTrials(task.settings)(task.configuration, speed=task.speed, stage=task.stage, climb=task.climb)
     sys.stdout.buffer.write(b"\n" + msgspec.json.encode(trial) + b"\n")
     return 0
 

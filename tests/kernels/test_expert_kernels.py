@@ -110,6 +110,31 @@ def test_rows_of_no_meaning_disturb_nobody() -> None:
     assert torch.equal(found[3:], wanted)
 
 
+@pytest.mark.parametrize("here", [(1, 4), (3,)])
+@pytest.mark.parametrize("tokens", [7, 40])
+def test_experts_that_are_elsewhere_have_no_lines(tokens: int, here: tuple[int, ...]) -> None:
+    """Weights are shares of all that were chosen; what the other ranks have weighs nothing, and is not read."""
+    case = Case((tokens, 5, 2, 40, 24), torch.float32)
+    kernels.route(case.logits, case.lines, normalized=True)
+    weights, chosen = case.lines.weights[:tokens].clone(), case.chosen()
+    own = kernels.ExpertAssignments.allocate(tokens + 3, 5, 2, DEVICE, here)
+    own.counts.fill_(99)
+    own.weights.fill_(NAN)
+    for _ in range(2):
+        kernels.route(case.logits, own, normalized=True)
+    for line, expert in enumerate(here):
+        pairs = own.pairs[line, : int(own.counts[line])].sort().values
+        assert torch.equal(pairs.long(), (chosen.view(-1) == expert).nonzero().view(-1))
+    kept = torch.isin(chosen, torch.tensor(here, device=DEVICE))
+    assert torch.equal(own.weights[:tokens], weights * kept)
+    rows = case.normal(tokens * 2, 40)
+    rows[~kept.view(-1)] = NAN
+    out = torch.zeros(tokens, 40, device=DEVICE)
+    kernels.add_pairs(rows, own, out, add=False)
+    wanted = (rows.nan_to_num().view(tokens, 2, 40) * own.weights[:tokens, :, None]).sum(1)
+    torch.testing.assert_close(out, wanted)
+
+
 @pytest.mark.parametrize("tokens", [7, 40])
 def test_rows_that_pad_a_step_choose_nothing(tokens: int) -> None:
     """Those without a slot, and those beyond the slots: they are in no lines, weights or choices."""

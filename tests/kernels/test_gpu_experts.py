@@ -17,9 +17,9 @@ from holdfast.checkpoints import locate, open_checkpoint, spec_of
 from holdfast.checkpoints.checkpoint import Checkpoint
 from holdfast.checkpoints.formats import safetensors
 from holdfast.errors import EngineError
-from holdfast.execution.gpu.layers.experts import ExpertGpuMaker
+from holdfast.execution.gpu.layers.experts import ExpertGpuMaker, _planes, _with_planes
 from holdfast.execution.gpu.layers.linear import Scratch
-from holdfast.execution.layers.experts import DenseStack, ExpertWeights, QuantizedStack
+from holdfast.execution.layers.experts import DenseStack, ExpertWeights, QuantizedStack, Stack
 from holdfast.execution.layers.linear import DenseLinear
 from holdfast.execution.weights.decoder_weights import Weights
 from holdfast.execution.weights.load import load_weights
@@ -128,16 +128,21 @@ def test_experts_of_quantized_files_say_what_they_say_on_a_cpu(kind: str, device
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("tokens", [8, 9000])
-def test_buffers_are_those_that_are_planned(model: str, tokens: int, tmp_path: Path) -> None:
-    """To the byte, however experts are kept."""
+@pytest.mark.parametrize("here", [(), ((0, 1), (2, 3))], ids=["all", "some"])
+def test_buffers_are_those_that_are_planned(
+    model: str, tokens: int, here: tuple[tuple[int, int], ...], tmp_path: Path
+) -> None:
+    """To the byte, however experts are kept, and of a rank that has some of them too."""
     tiny = Tiny(tmp_path, **MODELS[model])
     experts = tiny.weights(CPU).layers[-1].mlp
     assert isinstance(experts, ExpertWeights)
-    scratch = Scratch(torch.float32, CPU)
-    made = ExpertGpuMaker(tiny.spec.hidden_size, "silu", torch.empty(tokens, 0), scratch).make(experts)
-    buffers = made._buffers
-    kept = [*buffers.lines, buffers.logits, buffers.inner, buffers.rows, buffers.shared]
-    assert sum(tensor.nbytes for tensor in kept) == expert_sizes.gpu_bytes(tiny.spec, tokens, 4)
+    scratch, own = Scratch(torch.float32, CPU), replace(experts.spec, here=here)
+    maker = ExpertGpuMaker(tiny.spec.hidden_size, "silu", torch.empty(tokens, 0), scratch)
+    buffers = maker.make(replace(experts, spec=own))._buffers
+    lines = [tensor for tensor in buffers.lines if tensor is not None]
+    kept = [*lines, buffers.logits, buffers.inner, buffers.rows, buffers.shared]
+    spec = replace(tiny.spec, layers=tuple(replace(layer, experts=own) for layer in tiny.spec.layers))
+    assert sum(tensor.nbytes for tensor in kept) == expert_sizes.gpu_bytes(spec, tokens, 4)
 
 
 LAYOUTS = {
@@ -219,6 +224,45 @@ def test_experts_in_codes_with_scales(kind: str, split: bool, same: bool, device
         found.append(out.double())
     allowed = 0.1 if LAYOUTS[kind].inputs != "plain" else 0.005
     assert (found[0] - found[1]).norm() <= allowed * found[1].norm()
+
+
+@pytest.mark.parametrize("kind", ["int4", "fp8 blocks", pytest.param("mxfp4", marks=pytest.mark.long)])
+def test_parts_of_ranks_with_whole_experts_add_up(kind: str, device: torch.device) -> None:
+    """Of three experts one is on another rank; on a GPU these are so many pairs that int4 has kernels in CUDA C++."""
+    torch.manual_seed(len(kind))
+    spec, hidden, layout = ExpertsSpec(count=3, per_token=2, intermediate_size=128), 256, LAYOUTS[kind]
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    router = DenseLinear(torch.randn(3, hidden, device=device).to(dtype))
+
+    def stack(rows: int, columns: int) -> QuantizedStack:
+        matrix = ScaledMatrix(layout, 3 * rows, columns, device, experts=3)
+        matrix.codes.view(torch.uint8).copy_(torch.randint(0, 127, matrix.codes.shape))
+        few = torch.randint(116, 119, matrix.scales.shape)
+        matrix.scales.copy_(few if layout.scales == "uint8" else torch.rand(matrix.scales.shape) * 0.002 + 0.001)
+        if matrix.zeros is not None:
+            matrix.zeros.copy_(torch.randint(0, 16, matrix.zeros.shape))
+        return QuantizedStack(matrix, 3)
+
+    def some(whole: QuantizedStack, numbers: tuple[int, ...]) -> Stack:
+        def kept(plane: torch.Tensor) -> torch.Tensor:
+            return plane.view(torch.uint8).unflatten(0, (3, -1))[list(numbers)].flatten(0, 1).view(plane.dtype)
+
+        return _with_planes(whole, [kept(plane) for plane in _planes(whole)])
+
+    gate_up, down, x = stack(256, hidden), stack(hidden, 128), torch.randn(12, hidden, device=device).to(dtype)
+    found = []
+    for here in ((), ((0, 1), (2, 3)), ((1, 2),)):
+        own = replace(spec, here=here)
+        maker = ExpertGpuMaker(hidden, "silu", torch.empty(16, 0, dtype=dtype, device=device), Scratch(dtype, device))
+        stacks = some(gate_up, own.numbers), some(down, own.numbers)
+        weights = ExpertWeights(spec=own, router=router, gate_up=stacks[:1], down=stacks[1], shared=None)
+        out = torch.full((12, hidden), float("nan"), dtype=dtype, device=device)
+        maker.make(weights).run(x, out, add=False)
+        found.append(out.double())
+    parts = found[1] + found[2]
+    allowed = 0.01 if device.type == "cuda" else 1e-5
+    assert (parts - found[0]).norm() <= allowed * found[0].norm()
+    assert all(part.norm() > 0.1 * parts.norm() for part in found[1:])
 
 
 def test_more_tokens_than_buffers_hold_are_taken_in_turns(

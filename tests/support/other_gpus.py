@@ -260,6 +260,9 @@ def expert_kernels(tokens: int, shape: tuple[int, int, int, int], dtype: torch.d
     expert_numbers.multiply_dense(x, gate_up, lines, middle, by_token=True, activation="silu")
     expert_numbers.multiply_dense(middle, empty(count, hidden, inner, dtype=dtype), lines, rows, by_token=False)
     experts.add_pairs(rows, lines, x, add=True)
+    some = experts.ExpertAssignments.allocate(tokens, count, chosen, META, range(0, count, 2))
+    experts.route(empty(tokens, count, dtype=dtype), some, normalized=True)
+    experts.add_pairs(rows, some, x, add=False)
     expert_ordering.gather_expert_columns(x, empty(count, hidden), lines, rows, by_token=True)
     for layout in PLAIN_CODES:
         matrix = ScaledMatrix(layout, count * 2 * inner, hidden, META)

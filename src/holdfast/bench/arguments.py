@@ -179,7 +179,7 @@ def _refuse_mixed_loads(arguments: argparse.Namespace) -> None:
         raise ConfigurationError(
             f"{flag} decides how long the run is, and --{timed} would too", fix=f"leave --{timed} out", field=timed
         )
-    texts = {"--prompts": arguments.prompts, "--turns": arguments.turns > 1, "--prefix-tokens": arguments.prefix_tokens}
+    texts = {"--prompts": arguments.prompts, "--turns": arguments.turns > 1}
     text = next((flag for flag, value in texts.items() if value), None)
     if arguments.token_ids and text:
         raise ConfigurationError(

@@ -59,6 +59,7 @@ _SHORT = {short: flag_name(name) for name, spellings in unsupported.SHORT.items(
 READER_LEFT_EXIT = 128 + 13
 """As a shell says of a program that was still writing when its reader left."""
 
+REQUIRED = "the following arguments are required: "
 OVERVIEW = """examples:
   holdfast run smollm2                       chat; a server is started, and stays for the next time
   holdfast serve                             the built-in model on http://127.0.0.1:8000
@@ -72,8 +73,16 @@ OVERVIEW = """examples:
 class _Parser(argparse.ArgumentParser):
     """Says a mistake as every other one is said."""
 
+    _words: Sequence[str] = ()
+
     def error(self, message: str) -> NoReturn:
+        if (misspelt := _misspelt(message, self._words, self)) is not None:
+            refuse(misspelt)
         raise ConfigurationError(message, fix=f"see {self.prog} --help")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._words = list(args or ())
+        return super().parse_known_args(args, namespace)
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
         """Without argparse's guesses of flags with one dash, which it makes even where none may be cut short: -c is not
@@ -211,6 +220,18 @@ def _meant(unknown: list[str], parser: argparse.ArgumentParser) -> dict[str, str
         near = difflib.get_close_matches(flag.lstrip("-"), known, n=1, cutoff=NEAR)
         found |= {flag: known[near[0]]} if near else {}
     return found
+
+
+def _misspelt(message: str, words: Sequence[str], parser: argparse.ArgumentParser) -> list[Refusal] | None:
+    """Of flags that are missing, those that were given, misspelt: argparse looks for what is missing first."""
+    if REQUIRED not in message:
+        return None
+    known = {name for action in parser._actions for name in action.option_strings}
+    unknown = [word for word in words if word.startswith("--") and word.split("=")[0] not in known]
+    missing = message.partition(REQUIRED)[2]
+    meant = {flag: name for flag, name in _meant(unknown, parser).items() if name in missing.replace(",", " ").split()}
+    wrong = [word for word in unknown if word.split("=")[0] in meant]
+    return _unknown_arguments(wrong, meant, parser.prog) if wrong else None
 
 
 def _unknown_arguments(unknown: list[str], meant: Mapping[str, str], program: str) -> list[Refusal]:

@@ -351,7 +351,7 @@ class EngineConfig:
     node_secret_file: str | None = nodes_config.node_secret_file_setting()
     node_timeout: float = nodes_config.node_timeout_setting()
     enable_expert_parallel: bool = setting(
-        False, "give each rank of -tp on a CPU whole experts, not a part of every one", flag, flags=("-ep",)
+        False, "give each rank of -tp whole experts, not a part of every one", flag, flags=("-ep",)
     )
     expert_placement_strategy: Literal["linear", "round_robin"] = setting(
         "linear", "whole experts of a rank: neighbours, or dealt in turns", choice("linear", "round_robin")

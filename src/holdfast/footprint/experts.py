@@ -57,15 +57,17 @@ def _cpu_bytes(spec: ModelSpec, experts: ExpertsSpec, tokens: int, element_bytes
 
 
 def gpu_bytes(spec: ModelSpec, tokens: int, element_bytes: int) -> int:
-    """All kinds keep their buffers; inputs that are rounded lie in them too."""
+    """All kinds keep their buffers; inputs that are rounded lie in them too. Of a rank with whole experts there is room
+    for all pairs, as if every token chose those: how tokens are spread changes no bytes."""
     tokens = min(tokens, GPU_TOKENS)
     total = 0
     for experts in kinds(spec):
         pairs = tokens * experts.per_token
-        lines = (tokens + 1) * experts.count * 4 + pairs * 4
+        lines = (tokens + 1) * len(experts.numbers) * 4 + pairs * 4
+        homes = experts.count * 4 if experts.here else 0
         columns = spec.hidden_size + experts.intermediate_size
         beside = experts.count + 3 * experts.shared_intermediate_size + SHARE_COLUMNS
-        total += lines + (pairs * columns + tokens * beside) * element_bytes
+        total += lines + homes + (pairs * columns + tokens * beside) * element_bytes
     return total
 
 

@@ -66,38 +66,40 @@ class ServerTrials:
 
     def __init__(self, settings: TrialSettings) -> None:
         self.settings = settings
-        self.replay = cache(lambda speed: replayed(settings.arrivals, settings.seconds, speed))
+        self.replay = cache(lambda speed, climb=1.0: replayed(settings.arrivals, settings.seconds, speed, climb))
 
-    def __call__(self, configuration: ServerConfiguration, *, speed: float, stage: Stage) -> Trial:
+    def __call__(self, configuration: ServerConfiguration, *, speed: float, stage: Stage, climb: float = 1.0) -> Trial:
         settings, began_s, port = self.settings, time.monotonic(), free_port()
         with contextlib.ExitStack() as stack:
             try:
                 started = stack.enter_context(with_empty_store(configuration))
             except OSError as error:  # The disk is full, or gone: what was measured before is worth a report.
                 return Trial(
-                    configuration=configuration, stage=stage, speed=speed, died=f"no folder for its KV store: {error}",
+                    configuration=configuration, stage=stage, speed=speed, climb=climb,
+                    died=f"no folder for its KV store: {error}",
                     seconds=time.monotonic() - began_s,
                 )  # fmt: skip
             words = start_words(started, engine=settings.engine, model=settings.model, flags=settings.flags, port=port)
             server = stack.enter_context(launched([*settings.launcher, *words], port, kept=False))
             try:
                 server.wait_until_ready(settings.start_limit_s)
-                result = self._run(server.url, speed)
+                result = self._run(server.url, speed, climb)
             except EngineError as error:  # It does not start, or does not answer a first request.
                 return Trial(
-                    configuration=configuration, stage=stage, speed=speed, died=cause_of(server.log, error.message),
+                    configuration=configuration, stage=stage, speed=speed, climb=climb,
+                    died=cause_of(server.log, error.message),
                     seconds=time.monotonic() - began_s,
                 )  # fmt: skip
             process = next((check for check in result.verdict.checks if check.name == SERVER_PROCESS), None)
             gone = server.ended or (process is not None and not process.passed)
             died = cause_of(server.log, "the server ended under the load") if gone else ""
         return trial_of(
-            result, configuration, stage=stage, speed=speed, offered_s=settings.seconds,
+            result, configuration, stage=stage, speed=speed, climb=climb, offered_s=settings.seconds,
             objectives=settings.objectives, error_share=settings.error_share,
             seconds=time.monotonic() - began_s, died=died,
         )  # fmt: skip
 
-    def _run(self, url: str, speed: float) -> BenchResult:
+    def _run(self, url: str, speed: float, climb: float) -> BenchResult:
         settings = self.settings
         key = settings.api_key
         target = find_target(url, key, None)
@@ -107,7 +109,7 @@ class ServerTrials:
             model=target.model,
             headers={"Authorization": f"Bearer {key}"} if key else {},
             phases=(Phase(PEAK, float("inf")),),
-            replay=self.replay(speed),
+            replay=self.replay(speed, climb),
             token_ids=settings.token_ids,
             prefix_tokens=settings.prefixes.tokens,
             prefix_share=settings.prefixes.share,

@@ -9,7 +9,7 @@ from typing import TextIO
 
 from holdfast.tune.configuration import ServerConfiguration
 from holdfast.tune.record import Measured
-from holdfast.tune.report import trial_line
+from holdfast.tune.report import pace_words, trial_line
 from holdfast.tune.trial import Stage, Trial
 
 _CLEAR_LINE = "\r\x1b[2K"
@@ -21,7 +21,7 @@ class TuneProgress:
     def __init__(self, out: TextIO | None, *, used_s: Callable[[], float], budget_s: float) -> None:
         self._out, self._used_s, self._budget_s = out, used_s, budget_s
         self._number = 0
-        self._stage: tuple[Stage, float] | None = None
+        self._stage: tuple[Stage, tuple[float, float]] | None = None
 
     def say(self, text: str) -> None:
         if self._out is not None:
@@ -38,9 +38,9 @@ class TuneProgress:
         if out is None:
             return measure
 
-        def measured(configuration: ServerConfiguration, *, speed: float, stage: Stage) -> Trial:
-            self._begin(out, configuration, speed, stage)
-            trial = measure(configuration, speed=speed, stage=stage)
+        def measured(configuration: ServerConfiguration, *, speed: float, stage: Stage, climb: float = 1.0) -> Trial:
+            self._begin(out, configuration, (speed, climb), stage)
+            trial = measure(configuration, speed=speed, stage=stage, climb=climb)
             self._number += 1
             end = _CLEAR_LINE if out.isatty() else ""
             at = f"{_clock(self._used_s())} of {_clock(self._budget_s)}"
@@ -49,26 +49,26 @@ class TuneProgress:
 
         return measured
 
-    def _begin(self, out: TextIO, configuration: ServerConfiguration, speed: float, stage: Stage) -> None:
-        said = _begins(configuration, speed, stage)
-        if said and self._stage != (stage, speed):
+    def _begin(self, out: TextIO, configuration: ServerConfiguration, pace: tuple[float, float], stage: Stage) -> None:
+        said = _begins(configuration, pace, stage)
+        if said and self._stage != (stage, pace):
             self.say(said)
-        self._stage = (stage, speed)
+        self._stage = (stage, pace)
         if out.isatty():
             print(f"     runs: {configuration}", end="\r", file=out, flush=True)
 
 
-def _begins(configuration: ServerConfiguration, speed: float, stage: Stage) -> str:
+def _begins(configuration: ServerConfiguration, pace: tuple[float, float], stage: Stage) -> str:
     """Of the first trial of a stage."""
-    pace = "the traffic's own pace" if speed == 1 else f"{speed:g} times the traffic's pace"
+    said = pace_words(*pace)
     if stage == "default":
-        return f"the default at {pace}"
+        return f"the default at {said}"
     if stage == "finalists":
         return "the best once more"
     if stage == "confirmation":
         return "the best in turns with the default, to prove the gain"
     if stage == "own pace":
-        return f"{configuration} at {pace}"
+        return f"{configuration} at {said}"
     return ""
 
 

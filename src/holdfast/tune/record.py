@@ -62,12 +62,12 @@ class TrialRecord:
     def kept(self, measure: Measured) -> Measured:
         """The same, but what the file has is not measured again, and what is measured is in the file."""
 
-        def measured(configuration: ServerConfiguration, *, speed: float, stage: Stage) -> Trial:
+        def measured(configuration: ServerConfiguration, *, speed: float, stage: Stage, climb: float = 1.0) -> Trial:
             for place, trial in enumerate(self.trials):
-                if (trial.configuration, trial.speed, trial.stage) == (configuration, speed, stage):
+                if _same(trial, configuration, speed, stage, climb):
                     self.taken_s += trial.seconds
                     return self.trials.pop(place)
-            trial = measure(configuration, speed=speed, stage=stage)
+            trial = measure(configuration, speed=speed, stage=stage, climb=climb)
             self._keep(trial)
             return trial
 
@@ -119,6 +119,10 @@ def recorded_trial_s(path: Path) -> float | None:
             return float(json.loads(file.readline())["asked"]["trial_s"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def _same(trial: Trial, configuration: ServerConfiguration, speed: float, stage: Stage, climb: float) -> bool:
+    return (trial.configuration, trial.speed, trial.stage, trial.climb) == (configuration, speed, stage, climb)
 
 
 def _line(what: object) -> bytes:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from holdfast.tune.configuration import ServerConfiguration
 from holdfast.tune.result import TriedConfiguration, TuneResult, is_lossy
 from holdfast.tune.trial import Trial
-from holdfast.tune.tuner import BETTER, NOTHING, ONLY, SAME, STANDS, UNCONFIRMED
+from holdfast.tune.tuner import BETTER, LIKELY, NOTHING, ONLY, SAME, STANDS, UNCONFIRMED
 from holdfast.units import counted, format_duration
 
 SHOWN = 12
@@ -22,18 +22,19 @@ def trial_line(trial: Trial) -> str:
         said = f"{trial.goodput:.2f} requests/s within the SLO ({trial.good_share:.0%}), {_latencies(trial.measured_s)}"
         said += f", failed: {trial.errors}" if trial.failed else ""
         said += "" if trial.headroom_held else ", too little memory left"
-    return f"{trial.stage}, {trial.speed:g}x: {trial.configuration}: {said}"
+    pace = f"{trial.speed:g}x" if trial.climb == 1 else f"{trial.speed:g}-{trial.climb * trial.speed:g}x"
+    return f"{trial.stage}, {pace}: {trial.configuration}: {said}"
 
 
 def lines(result: TuneResult) -> Iterator[str]:
     traffic = result.traffic
     yield f"{result.model} ({result.engine}), {', '.join(_objectives(result))}, {result.headroom:.0%} of memory free"
-    pace = "at its own pace" if traffic.speed == 1 else f"at {traffic.speed:g} times its pace"
     yield (
-        f"  {counted(traffic.replayed, 'request')} of {traffic.source} in {traffic.trial_s:g} s {pace}"
+        f"  {counted(traffic.replayed, 'request')} of {traffic.source} in {traffic.trial_s:g} s at"
+        f" {pace_words(traffic.speed, traffic.climb, whose='its')}"
         f" ({traffic.offered_per_s:.2f} requests/s)"
     )
-    if traffic.speed > 1:
+    if traffic.speed * traffic.climb > 1:
         yield "  quicker than it was, since at its own pace the default keeps the SLO and nothing could be better"
     yield ""
     yield f"{counted(result.combinations, 'combination')} of " + ", ".join(_flag(axis.name) for axis in result.axes)
@@ -49,6 +50,12 @@ def lines(result: TuneResult) -> Iterator[str]:
         yield f"note: {warning}"
     yield ""
     yield from _end(result)
+
+
+def pace_words(speed: float, climb: float, *, whose: str = "the traffic's") -> str:
+    if climb != 1:
+        return f"a pace that climbs from {speed:g} to {climb * speed:g} times {whose} own"
+    return f"{whose} own pace" if speed == 1 else f"{speed:g} times {whose} pace"
 
 
 def _flag(name: str) -> str:
@@ -74,7 +81,7 @@ def _table(result: TuneResult) -> Iterator[str]:
     """Of the speed that was compared at, the best first."""
     by_settings: dict[str, list[TriedConfiguration]] = {}
     for trial in result.trials:
-        if trial.speed == result.traffic.speed or trial.died:
+        if (trial.speed, trial.climb) == (result.traffic.speed, result.traffic.climb) or trial.died:
             name = str(ServerConfiguration(tuple(trial.settings.items())))
             by_settings.setdefault(name, []).append(trial)
     rows = sorted(by_settings.items(), key=lambda item: (-_goodput(item[1]), item[0]))
@@ -102,13 +109,19 @@ def _latencies(measured: dict[str, float]) -> str:
 
 def _end(result: TuneResult) -> Iterator[str]:
     gain = result.gain
-    interval = "" if gain is None else f"{gain.low:+.1%} to {gain.high:+.1%} at 95%, {gain.rounds} rounds in turns"
+    interval = "" if gain is None else f"{gain.low:+.1%} to {gain.high:+.1%} at 99%, {gain.rounds} rounds in turns"
     if result.interrupted:
         yield "interrupted: this is what is known so far"
     if result.verdict == BETTER and gain is not None:
         yield f"{gain.change:+.1%} goodput over the default ({interval}): {gain.default_goodput:.2f} to" + (
             f" {gain.goodput:.2f} requests/s within the SLO"
         )
+    elif result.verdict == LIKELY and gain is not None:
+        yield (
+            f"likely better, not proven: {gain.change:+.1%} goodput over the default in the mean ({interval}),"
+            f" {gain.default_goodput:.2f} to {gain.goodput:.2f} requests/s within the SLO"
+        )
+        yield "  for a proof equal runs differ too much: a higher --minutes, or a machine that does nothing else"
     elif result.verdict == STANDS:
         more = f"; goodput {gain.change:+.1%} ({interval})" if gain is not None else ""
         yield f"this one keeps what the default does not{more}"

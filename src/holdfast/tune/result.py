@@ -17,7 +17,7 @@ from holdfast.tune.gain import Gain
 from holdfast.tune.space.axes import LOSSY
 from holdfast.tune.space.pruning import SLOWER, Pruned, Survivors
 from holdfast.tune.trial import Trial
-from holdfast.tune.tuner import BETTER, NOTHING, ONLY, STANDS, TuneOutcome
+from holdfast.tune.tuner import BETTER, LIKELY, NOTHING, ONLY, STANDS, TuneOutcome
 from holdfast.units import format_duration
 
 VERSION = 1
@@ -35,8 +35,10 @@ class TunedTraffic(msgspec.Struct, frozen=True, kw_only=True):
     trial_s: float
     speed: float
     """Of the trials that are compared; 1 is the traffic's own pace."""
+    climb: float = 1.0
+    """So many times that pace at the end of each of these trials."""
     offered_per_s: float
-    """Requests a second at that speed."""
+    """Requests a second at that speed, over all of a trial."""
 
 
 class TriedConfiguration(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +46,7 @@ class TriedConfiguration(msgspec.Struct, frozen=True, kw_only=True):
     """Empty: the default."""
     stage: str
     speed: float
+    climb: float
     goodput: float
     good_share: float
     requests: int
@@ -127,6 +130,7 @@ def make_result(
             replayed=len(replay),
             trial_s=trial_s,
             speed=outcome.speed,
+            climb=outcome.climb,
             offered_per_s=len(replay) / trial_s,
         ),
         axes=space.axes,
@@ -175,7 +179,7 @@ def reasons(outcome: TuneOutcome) -> list[str]:
         return [f"the default: {cause}" for cause in sorted(causes)]
     if outcome.verdict == NOTHING:
         return sorted({trial.died for trial in outcome.trials if trial.died})
-    if outcome.verdict not in (BETTER, STANDS) or not default or not kept:
+    if outcome.verdict not in (BETTER, LIKELY, STANDS) or not default or not kept:
         return []
     found = []
     for name in default[0].measured_s:

@@ -28,6 +28,8 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     stage: Stage
     speed: float
     """Of the replay: 1 is the traffic's own pace."""
+    climb: float = 1.0
+    """So many times that speed at the end of the replay."""
     goodput: float = 0.0
     """Requests a second that were answered within the SLO."""
     good_share: float = 0.0
@@ -72,13 +74,20 @@ def standing(trials: Sequence[Trial]) -> tuple[bool, bool]:
     return sound, sound and sum(trial.slo_held for trial in trials) * 2 >= len(trials)
 
 
+def chance_of(trial: Trial) -> float:
+    """The standard deviation of its goodput, were each request in time by chance alone."""
+    if not trial.requests or not 0 < trial.good_share < 1:
+        return 0.0
+    return trial.goodput * math.sqrt((1 - trial.good_share) / (trial.good_share * trial.requests))
+
+
 def mean_merit(trials: Sequence[Trial]) -> float:
     return sum(trial.merit or 0.0 for trial in trials) / len(trials) if trials else 0.0
 
 
 def trial_of(
-    result: BenchResult, configuration: ServerConfiguration, *, stage: Stage, speed: float, offered_s: float,
-    objectives: Sequence[Objective], error_share: float, seconds: float, died: str,
+    result: BenchResult, configuration: ServerConfiguration, *, stage: Stage, speed: float, climb: float,
+    offered_s: float, objectives: Sequence[Objective], error_share: float, seconds: float, died: str,
 ) -> Trial:  # fmt: skip
     """`offered_s`: while requests came; what they took beyond it is not the configuration's time but the traffic's."""
     figures = result.whole
@@ -93,6 +102,7 @@ def trial_of(
         configuration=configuration,
         stage=stage,
         speed=speed,
+        climb=climb,
         goodput=(figures.good_share or 0.0) * figures.requests / offered_s,
         good_share=figures.good_share or 0.0,
         requests=figures.requests,

@@ -3,6 +3,10 @@
     default at the traffic's pace ─► faster until it no longer holds ─► search ─► best few again ─► best against default
                                      (else all would hold alike)                                    in turns: the gain
 
+Compared is a replay whose pace climbs from the last that the default held: each configuration falls behind somewhere on
+the way, and what it answers in time until then tells them apart. At one pace near what a server can do, equal runs
+differ by half.
+
 Measures through a function and reads time from a clock that it is given, so that a made-up landscape can be searched
 in a test. Starts no server.
 """
@@ -11,40 +15,48 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 from time import monotonic
 from typing import Protocol
 
 import msgspec
 
 from holdfast.tune.configuration import DEFAULT, ServerConfiguration
-from holdfast.tune.gain import FEWEST_ROUNDS, MOST_ROUNDS, Gain, gain_of
-from holdfast.tune.search import FEWEST, Point, search, smoothed
-from holdfast.tune.trial import Stage, Trial, mean_merit, standing
+from holdfast.tune.gain import FEWEST_ROUNDS, MOST_ROUNDS, USUAL_ROUNDS, WITHIN, Gain, gain_of
+from holdfast.tune.search import FEWEST, Point, search, smoothed, spread_of_repeats
+from holdfast.tune.trial import Stage, Trial, chance_of, mean_merit, standing
 
 FASTEST = 64.0
 """Beyond it the traffic is not the user's any more."""
 FINALISTS = 3
+RACE_SHARE = 0.4
+"""Of what is left of the time, at most, that the finalists are told apart in."""
+DOUBT = 1.28
+"""Standard errors within which another finalist may be the best: one chance in ten beyond them."""
 PROOF_SHARE = 0.5
 """Of the time, at most, that is kept for proving the gain."""
 ALIKE = 0.01
 """Share of what the best is worth, by which another may be below it and count as equal."""
 OWN_PACE = 1.0
-SOME_SHARE, STEPS_BACK = 0.5, 3
-"""Of requests within the SLO: below it a pace is too fast to tell configurations apart; and how often half the way back
-is tried then."""
+CLIMB = 2.0
+"""From the last pace that the default held to so many times that."""
+NEAR = 1.5
+"""So many times the last pace that the default held, it held no longer: near enough to begin there."""
 KEPT_SHARE = 0.99
 """Of requests within the SLO: from there on a faster replay is needed to tell configurations apart."""
 
-BETTER, SAME, UNCONFIRMED = "better", "no difference", "not confirmed"
+BETTER, LIKELY, SAME, UNCONFIRMED = "better", "likely better", "no difference", "not confirmed"
 STANDS, ONLY, NOTHING = "holds what the default does not", "the default does not run", "nothing runs"
 
 
 class Measure(Protocol):
-    def __call__(self, configuration: ServerConfiguration, *, speed: float, stage: Stage) -> Trial: ...
+    def __call__(
+        self, configuration: ServerConfiguration, *, speed: float, stage: Stage, climb: float = 1.0
+    ) -> Trial: ...
 
 
 class Choices(Protocol):
-    """What there is to choose from at one speed: the default first."""
+    """What there is to choose from at one pace: the default first."""
 
     @property
     def configurations(self) -> Sequence[ServerConfiguration]: ...
@@ -62,6 +74,7 @@ class TuneOutcome(msgspec.Struct, frozen=True, kw_only=True):
     verdict: str
     gain: Gain | None = None
     speed: float
+    climb: float = 1.0
     trials: list[Trial]
     ended: str
     """Why the search ended."""
@@ -72,10 +85,14 @@ class TuneOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """Configurations that were not run because their device cannot answer so much at its very best."""
 
     @property
+    def pace(self) -> tuple[float, float]:
+        return self.speed, self.climb
+
+    @property
     def held(self) -> bool:
         """What is kept kept the headroom and the SLO: at the traffic's own pace, where that was measured."""
         mine = [trial for trial in self.trials if trial.configuration == self.kept]
-        own = [trial for trial in mine if trial.speed == OWN_PACE]
+        own = [trial for trial in mine if _at_own_pace(trial)]
         return all(standing(own or mine))
 
 
@@ -91,29 +108,39 @@ def _plainest_first(
     return [*sorted(alike, key=lambda one: len(one.changes)), *(one for one in ordered if one not in alike)]
 
 
+def _at_own_pace(trial: Trial) -> bool:
+    return (trial.speed, trial.climb) == (OWN_PACE, 1.0)
+
+
+def _kept(trial: Trial) -> bool:
+    return trial.held and trial.good_share >= KEPT_SHARE
+
+
 class Tuner:
     """`run` once. `trials` has what was measured, also after an interruption."""
 
     def __init__(
         self,
-        choices: Callable[[float], Choices],
+        choices: Callable[[float, float], Choices],
         measure: Measure,
         *,
         budget_s: float,
         speed: float | None = None,
-        most_goodput: Callable[[int, float], float | None] = lambda place, speed: None,
+        most_goodput: Callable[[int, float, float], float | None] = lambda place, speed, climb: None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """`choices`: at a speed of the replay. `speed`: None: found out. `most_goodput`: of a place at a speed, what no
-        server could exceed."""
+        """`choices`: at a speed of the replay and so many times that at its end. `speed`: None: found out.
+        `most_goodput`: of a place at such a pace, what no server could exceed."""
         self._choices = choices
         self._measure, self._clock, self._most_goodput = measure, clock, most_goodput
         self._ends_s = clock() + budget_s
         self._asked_speed, self._budget_s = speed, budget_s
         self.trials: list[Trial] = []
-        self._speed = speed or OWN_PACE
+        self._speed, self._climb = speed or OWN_PACE, 1.0
         self._ended = "it was interrupted"
         self._slower: set[int] = set()
+        self._pairs: dict[ServerConfiguration, list[tuple[Trial, Trial]]] = {}
+        """Rounds: what the default did, and what this one did."""
 
     def run(self) -> TuneOutcome:
         try:
@@ -126,41 +153,40 @@ class Tuner:
     # Parts of it, in order.
 
     def _find_pace(self) -> None:
-        """Faster until the default no longer answers all in time, and back a little where it then answers next to
-        nothing: there all others fail as well, and none can be told from another."""
+        """Faster until the default no longer answers all in time, and half the way back where that was far: from there
+        on the pace climbs."""
         held_at = None
         while True:
             trial = self._try(DEFAULT, "default")
             if self._asked_speed is not None or self._left_s() < self._budget_s / 2:
                 return
-            if not (trial.held and trial.good_share >= KEPT_SHARE):
+            if not _kept(trial):
                 break
             if self._speed >= FASTEST:
                 return
             held_at = self._speed
             self._speed *= 4.0 if (trial.times_limit or 1.0) < 0.25 else 2.0
-        for _ in range(STEPS_BACK if held_at is not None and not trial.died else 0):
-            if trial.good_share >= SOME_SHARE or self._left_s() < self._budget_s / 2:
-                return
-            failed_at, self._speed = self._speed, round(math.sqrt((held_at or OWN_PACE) * self._speed), 2)
-            slower = self._try(DEFAULT, "default")
-            if slower.held and slower.good_share >= KEPT_SHARE:
+        if held_at is None or trial.died:
+            return
+        while self._speed > NEAR * held_at and self._left_s() > self._budget_s / 2:
+            failed_at, self._speed = self._speed, round(math.sqrt(held_at * self._speed), 2)
+            if _kept(self._try(DEFAULT, "default")):
                 held_at, self._speed = self._speed, failed_at
-            else:
-                trial = slower
+        self._speed, self._climb = held_at, CLIMB
+        self._try(DEFAULT, "default")
 
     def _search(self) -> None:
         # What comes after it: the finalists once more, rounds of two, and the kept one at the traffic's own pace.
-        after = FINALISTS + 2 * MOST_ROUNDS + (self._speed != OWN_PACE)
+        after = 2 * FINALISTS + 2 * USUAL_ROUNDS + (not self._at_own_pace)
         reserve_s = min(after * self._cost_s(), PROOF_SHARE * self._budget_s)
 
-        choices = self._choices(self._speed)
+        choices = self._choices(self._speed, self._climb)
 
         def measure(place: int) -> float | None:
             return self._try(choices.configurations[place], "search").merit
 
         def cannot_beat(place: int, best: float) -> bool:
-            most = self._most_goodput(place, self._speed)
+            most = self._most_goodput(place, self._speed, self._climb)
             if most is not None and most < best:
                 self._slower.add(place)
                 return True
@@ -171,67 +197,117 @@ class Tuner:
             choices.same_as,
             measure,
             lambda: self._left_s() - self._cost_s() > reserve_s,
-            known={0: next(one.merit for one in reversed(self.trials) if one.speed == self._speed)},
+            known={0: self._here(DEFAULT)[-1].merit},
+            scatter=self._scatter,
             cannot_beat=cannot_beat,
         )
 
     def _finalists(self) -> list[ServerConfiguration]:
-        """The best few, each measured once more where there is time."""
+        """The best few, each measured again until one is the best, as far as equal runs let that be said."""
         found = self._ranked()[:FINALISTS]
+        proof_s = (2 * FEWEST_ROUNDS + 1) * self._cost_s()
+        ends_s = (1 - RACE_SHARE) * self._left_s()
         for configuration in found:
-            if len(found) > 1 and self._left_s() > (2 * FEWEST_ROUNDS + 1) * self._cost_s():
+            if len(found) > 1 and self._left_s() - self._cost_s() > proof_s:
                 self._try(configuration, "finalists")
+        while self._left_s() - self._cost_s() > max(ends_s, proof_s) and (doubtful := self._in_doubt(found)):
+            self._try(min(doubtful, key=lambda one: len(self._here(one))), "finalists")
         return [one for one in self._ranked() if one in found]
+
+    def _in_doubt(self, finalists: Sequence[ServerConfiguration]) -> list[ServerConfiguration]:
+        """The leader and those that may be better than it by more than is looked for; empty: there are none."""
+        ordered = [one for one in self._ranked() if one in finalists]
+        if not ordered:
+            return []
+        means = {one: mean_merit(self._here(one)) for one in ordered}
+        spread = self._scatter()
+        doubtful = list[ServerConfiguration]()
+        for other in ordered[1:]:
+            runs = 1 / len(self._here(ordered[0])) + 1 / len(self._here(other))
+            if means[other] + DOUBT * spread * math.sqrt(runs) > (1 + WITHIN) * means[ordered[0]]:
+                doubtful.append(other)
+        return [ordered[0], *doubtful] if doubtful else []
 
     def _confirm(self, finalists: Sequence[ServerConfiguration]) -> TuneOutcome:
         """Against the default, in turns; the next finalist where one does not stand and there is time."""
         if standing(self._of(DEFAULT))[0] is False:
             return self._without_default(finalists)
-        others = len(self._choices(self._speed).configurations) > 1
+        others = len(self._choices(self._speed, self._climb).configurations) > 1
         tried = any(not trial.configuration.is_default for trial in self.trials)
         verdict, gain = SAME if tried or not others else UNCONFIRMED, None
-        for finalist in finalists:
-            gain = self._rounds(finalist)
-            default, other = (standing(self._of(one, "confirmation")) for one in (DEFAULT, finalist))
-            if gain is None and not self._of(finalist, "confirmation"):
-                verdict = UNCONFIRMED
+        left = list(finalists)
+        while left:
+            finalist = self._rounds(left)
+            if finalist is None:
+                verdict = UNCONFIRMED if gain is None else verdict
                 break
+            left.remove(finalist)
+            gain = self._gain(finalist)
+            default, other = (standing([pair[side] for pair in self._pairs[finalist]]) for side in (0, 1))
             if other < default or not self._stands_at_own_pace(finalist):
                 continue
             if other > default:
                 return self._outcome(finalist, STANDS, gain)
-            if gain is not None and gain.proven:
-                return self._outcome(finalist, BETTER, gain)
-            if gain is None and mean_merit(self._of(finalist, "confirmation")) > 0:
+            if gain is None and mean_merit([pair[1] for pair in self._pairs[finalist]]) > 0:
                 return self._outcome(finalist, STANDS, None)  # The default answered nothing in time.
+            if gain is not None and (gain.proven or gain.likely):
+                return self._outcome(finalist, BETTER if gain.proven else LIKELY, gain)
             return self._outcome(DEFAULT, SAME, gain)
         if verdict == UNCONFIRMED:
             return self._unconfirmed()
         return self._outcome(DEFAULT, verdict, gain)
 
-    def _rounds(self, finalist: ServerConfiguration) -> Gain | None:
-        own_pace = self._cost_s() if self._speed != OWN_PACE else 0.0
-        rounds = min(MOST_ROUNDS, int((self._left_s() - own_pace) / (2 * self._cost_s())))
-        if rounds < FEWEST_ROUNDS:
-            return None
-        defaults, others = list[float](), list[float]()
-        for number in range(rounds):
-            pair = (DEFAULT, finalist) if number % 2 == 0 else (finalist, DEFAULT)
-            for configuration in pair:
-                trial = self._try(configuration, "confirmation")
-                (defaults if configuration is DEFAULT else others).append(trial.goodput)
+    def _rounds(self, finalists: Sequence[ServerConfiguration]) -> ServerConfiguration | None:
+        """The default and the one that is best by all that was measured, in turns, until it is decided or the time is
+        up. Returns that one; None: there was no time."""
+        own_pace_s = 0.0 if self._at_own_pace else self._cost_s()
+        for _ in range(MOST_ROUNDS):
+            left_s = self._left_s() - own_pace_s
+            leader = self._best_of(finalists)
+            decided = self._decided(leader)
+            if decided and left_s > (2 * FEWEST_ROUNDS + 1) * self._cost_s() and (more := self._in_doubt(finalists)):
+                self._try(min(more, key=lambda one: len(self._here(one))), "finalists")
+                continue
+            if decided:
+                return leader
+            in_time = [one for one in finalists if self._rounds_wanted(one) * 2 * self._cost_s() <= left_s]
+            if not in_time:
+                break
+            leader = self._best_of(in_time)
+            pair = (DEFAULT, leader) if sum(map(len, self._pairs.values())) % 2 == 0 else (leader, DEFAULT)
+            found = {configuration: self._try(configuration, "confirmation") for configuration in pair}
+            self._pairs.setdefault(leader, []).append((found[DEFAULT], found[leader]))
+        proven = [one for one in finalists if len(self._pairs.get(one, ())) >= FEWEST_ROUNDS]
+        return self._best_of(proven) if proven else None
+
+    def _rounds_wanted(self, finalist: ServerConfiguration) -> int:
+        return max(1, FEWEST_ROUNDS - len(self._pairs.get(finalist, ())))
+
+    def _decided(self, finalist: ServerConfiguration) -> bool:
+        rounds = self._pairs.get(finalist, [])
+        if len(rounds) < FEWEST_ROUNDS:
+            return False
+        default, other = (standing([pair[side] for pair in rounds]) for side in (0, 1))
+        if default != other:
+            return len(rounds) >= USUAL_ROUNDS
+        gain = self._gain(finalist)
+        return gain is None or gain.decided
+
+    def _gain(self, finalist: ServerConfiguration) -> Gain | None:
+        rounds = self._pairs.get(finalist, [])
+        defaults, others = ([pair[side].goodput for pair in rounds] for side in (0, 1))
         return gain_of(defaults, others)
 
     def _stands_at_own_pace(self, finalist: ServerConfiguration) -> bool:
         """What holds more of a faster replay must still hold the user's."""
-        if self._speed == OWN_PACE or self._asked_speed is not None:
+        if self._at_own_pace or self._asked_speed is not None:
             return True
-        speed, self._speed = self._speed, OWN_PACE
+        speed, climb, self._speed, self._climb = self._speed, self._climb, OWN_PACE, 1.0
         try:
-            before = [trial for trial in self._of(DEFAULT) if trial.speed == OWN_PACE]
+            before = [trial for trial in self._of(DEFAULT) if _at_own_pace(trial)]
             return standing([self._try(finalist, "own pace")]) >= standing(before)
         finally:
-            self._speed = speed
+            self._speed, self._climb = speed, climb
 
     def _without_default(self, finalists: Sequence[ServerConfiguration]) -> TuneOutcome:
         for finalist in finalists:
@@ -244,7 +320,7 @@ class Tuner:
     # What all of them use.
 
     def _try(self, configuration: ServerConfiguration, stage: Stage) -> Trial:
-        trial = self._measure(configuration, speed=self._speed, stage=stage)
+        trial = self._measure(configuration, speed=self._speed, stage=stage, climb=self._climb)
         self.trials.append(trial)
         return trial
 
@@ -255,19 +331,42 @@ class Tuner:
             if trial.configuration == configuration and (trial.stage == stage if stage else True)
         ]
 
+    def _here(self, configuration: ServerConfiguration | None = None) -> list[Trial]:
+        """At this speed; None: of all."""
+        return [
+            trial
+            for trial in self.trials
+            if (trial.speed, trial.climb) == (self._speed, self._climb)
+            and (configuration is None or trial.configuration == configuration)
+        ]
+
+    def _scatter(self) -> float:
+        """The standard deviation of one trial: of equal ones, but no less than that of so few requests."""
+        alive = [(trial.configuration, trial.merit) for trial in self._here() if trial.merit is not None]
+        return max(spread_of_repeats(alive), fmean(map(chance_of, self._here())))
+
+    def _best_of(self, finalists: Sequence[ServerConfiguration]) -> ServerConfiguration:
+        return next((one for one in self._ranked() if one in finalists), finalists[0])
+
     def _ranked(self) -> list[ServerConfiguration]:
         """All but the default that lived at this speed and left memory, the best first."""
-        here = [trial for trial in self.trials if trial.speed == self._speed]
+        here = self._here()
         if all(trial.configuration.is_default for trial in here):
             return []
-        choices = self._choices(self._speed)
+        choices = self._choices(self._speed, self._climb)
         places = {configuration: place for place, configuration in enumerate(choices.configurations)}
-        worth = smoothed(choices.points, [(places[trial.configuration], trial.merit) for trial in here])
+        worth = smoothed(
+            choices.points, [(places[trial.configuration], trial.merit) for trial in here], self._scatter()
+        )
         tried = dict.fromkeys(trial.configuration for trial in here if not trial.configuration.is_default)
         standings = {one: standing([trial for trial in here if trial.configuration == one]) for one in tried}
         lived = [one for one in tried if standings[one][0]]
         ordered = sorted(lived, key=lambda one: (standings[one], worth[places[one]]), reverse=True)
         return _plainest_first(ordered, lambda one: (standings[one], worth[places[one]]))
+
+    @property
+    def _at_own_pace(self) -> bool:
+        return (self._speed, self._climb) == (OWN_PACE, 1.0)
 
     def _left_s(self) -> float:
         return self._ends_s - self._clock()
@@ -279,25 +378,23 @@ class Tuner:
 
     def _needed_s(self) -> float | None:
         """The default, a short search, and a proof."""
-        trials = len(self._of(DEFAULT, "default")) + FEWEST + FINALISTS + 2 * MOST_ROUNDS + 1
+        trials = len(self._of(DEFAULT, "default")) + FEWEST + FINALISTS + 2 * USUAL_ROUNDS + 1
         return trials * self._cost_s() if self.trials else None
 
     def _so_far(self) -> TuneOutcome:
         """Nothing is said to be better that was not confirmed."""
         confirmed = [one for one in self._ranked() if self._of(one, "confirmation")]
         for one in confirmed:
-            defaults, others = ([trial.goodput for trial in self._of(name, "confirmation")] for name in (DEFAULT, one))
-            gain = gain_of(defaults, others)
+            gain = self._gain(one)
             if gain is not None and gain.proven and standing(self._of(one)) >= standing(self._of(DEFAULT)):
                 return self._outcome(one, BETTER, gain, interrupted=True)
         return self._unconfirmed(interrupted=True)
 
     def _unconfirmed(self, *, interrupted: bool = False) -> TuneOutcome:
         """The default, unless it failed what another held: that is no question of a few percent."""
-        here = [trial for trial in self.trials if trial.speed == self._speed]
-        default = standing([trial for trial in here if trial.configuration == DEFAULT])
+        default = standing(self._here(DEFAULT))
         for one in self._ranked()[:1]:
-            if standing([trial for trial in here if trial.configuration == one]) > default:
+            if standing(self._here(one)) > default:
                 return self._outcome(one, STANDS if default[0] else ONLY, None, interrupted=interrupted)
         return self._outcome(DEFAULT if self.trials else None, UNCONFIRMED, None, interrupted=interrupted)
 
@@ -309,6 +406,7 @@ class Tuner:
             verdict=verdict,
             gain=gain,
             speed=self._speed,
+            climb=self._climb,
             trials=self.trials,
             ended=self._ended,
             interrupted=interrupted,

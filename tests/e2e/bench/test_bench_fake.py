@@ -18,6 +18,7 @@ import psutil
 import pytest
 from deadlines import PATIENCE_S
 from fake_completions import FakeSettings, running_fake
+from fake_server import FakeServer
 
 from holdfast.bench.client.processes import client_processes
 from holdfast.bench.client.worker import HEADER, MOMENT, WorkerOrder
@@ -25,6 +26,7 @@ from holdfast.bench.load.load import LengthRange, Load, WorkerShare
 from holdfast.bench.load.profile import default_profile
 from holdfast.bench.measure.figures import latencies, percentiles
 from holdfast.cli.main import main
+from holdfast.engine.fake import FakeEngine
 from holdfast.errors import EngineError
 
 WORKER = "holdfast.bench.client.worker"
@@ -224,6 +226,30 @@ def test_a_log_is_replayed_with_its_lengths_and_times(capsys: pytest.CaptureFixt
     assert found["load"]["speed"] == 2
     assert [phase["seconds"] for phase in found["phases"]] == [None]  # Its time is the log's.
     assert found["requests"]["prompt_tokens"] == pytest.approx([50, 150, 250, 350], rel=0.15)
+
+
+def test_the_log_that_our_own_server_wrote_is_replayed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Requests of three kinds and one that was refused, as `--access-log` writes them."""
+    log = tmp_path / "access.log"
+    server = FakeServer(FakeEngine(), {"access_log": log})
+    server.start()
+    with server.client() as client:
+        for path, words in (("/v1/completions", 3), ("/v1/completions", 5), ("/v1/chat/completions", 2)):
+            prompt = {"prompt": "a b c"} if path.endswith("/completions") and "chat" not in path else {}
+            prompt = prompt or {"messages": [{"role": "user", "content": "a b"}]}
+            answer = client.post(path, json={"model": "fake", "max_tokens": words, "ignore_eos": True, **prompt})
+            assert answer.status_code == 200
+        assert client.post("/v1/completions", json={"model": "fake", "max_tokens": 0, "n": -1}).status_code == 400
+        asked = [answer["usage"] for answer in [answer.json()]]
+    server.stop()
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    wanted = [line["completion_tokens"] for line in lines if line.get("completion_tokens")]
+    assert len(wanted) == 3
+    assert wanted[-1] == asked[0]["completion_tokens"]
+    with running_fake() as fake:
+        _, found = bench(fake.url, "--traffic", str(log), capsys=capsys)
+    assert found["requests"]["output_tokens"] == wanted
+    assert found["requests"]["intended_s"] == sorted(found["requests"]["intended_s"])
 
 
 def test_what_cannot_be_benchmarked_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

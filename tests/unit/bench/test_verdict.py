@@ -16,7 +16,7 @@ from holdfast.bench.client.worker import ClientReport
 from holdfast.bench.measure.figures import figures, mean_in_flight, percentiles, token_times
 from holdfast.bench.measure.load_points import knee, load_points, safe_point, until_it_ended
 from holdfast.bench.measure.objectives import limits, parse_slo
-from holdfast.bench.measure.samples import ServerSample, gpu_reading, is_local, restarted
+from holdfast.bench.measure.samples import ServerSample, gpu_reading, is_local, pools_of, restarted
 from holdfast.bench.measure.steadiness import Stall, longest_stall, memory_drift, throughput_drift
 from holdfast.bench.measure.verdict import Allowed, RunEvidence, checks, reason_of
 from holdfast.errors import ConfigurationError
@@ -89,6 +89,39 @@ def test_a_leak_is_found_and_a_kv_cache_that_fills_is_none() -> None:
     assert failed(judged(STEADY, samples(bytes_per_s=4 * MIB))) == ["RAM over time"]
     assert failed(judged(STEADY, samples(kv_per_s=4 * MIB))) == []
     assert failed(judged(STEADY, samples(bytes_per_s=0.5 * MIB))) == []
+
+
+def test_pools_and_weights_hide_no_leak() -> None:
+    """Of 120 GiB that were planned 2% were 2.4 GiB, and of what is held beside them 40 MiB."""
+
+    def held(grows: int) -> list[ServerSample]:
+        return [
+            ServerSample(at_s=float(at), vram_bytes=122 * GIB + grows * at // 20, vram_pools_bytes=120 * GIB)
+            for at in range(20)
+        ]
+
+    def passed(samples: list[ServerSample]) -> bool:
+        evidence = RunEvidence(
+            peak=figures(STEADY, 0, 20), loop="closed", vram=memory_drift(samples, 0, 20, vram=True), samples=samples
+        )
+        return next(check.passed for check in checks(evidence, Allowed()) if check.name == "VRAM over time")
+
+    assert passed(held(32 * MIB))
+    assert not passed(held(GIB))
+    assert passed([msgspec.structs.replace(sample, vram_pools_bytes=0) for sample in held(GIB)])  # Nobody says.
+
+
+def test_weights_and_pools_are_told_from_the_rest_by_tier() -> None:
+    terms = [
+        {"tier": "vram", "term": "weights", "measured_bytes": 16},
+        {"tier": "vram", "term": "kv_pool", "measured_bytes": 100},
+        {"tier": "vram", "term": "activations", "measured_bytes": 3},
+        {"tier": "ram", "term": "kv_ram", "measured_bytes": 50},
+        {"tier": "ram", "term": "front", "measured_bytes": None},
+    ]
+    assert pools_of(terms, touched=False) == {"vram_pools_bytes": 116, "ram_pools_bytes": 50}
+    on_cpu = [{"tier": "ram", "term": name, "measured_bytes": 7} for name in ("weights", "kv_pool")]
+    assert pools_of(on_cpu, touched=True) == {"ram_pools_bytes": 7}
 
 
 def test_memory_that_runs_out_fails_the_headroom() -> None:
@@ -207,6 +240,11 @@ def test_vram_is_that_of_the_servers_own_processes(monkeypatch: pytest.MonkeyPat
     expected = {"vram_bytes": 30 * GIB, "vram_free_share": 0.5, "power_w": 350.0}
     assert gpu_reading([7, 8], library) == expected
     assert gpu_reading([9], library) == {}
+    # In a container NVML names other ids: of two alike it is the one that holds as much as the server says.
+    found = {"vram_free_share": 4 / 80, "power_w": 90.0, "gpu_by_size": True}
+    assert gpu_reading([9], library, described=(79 * GIB, 70 * GIB)) == found
+    assert gpu_reading([9], library, described=(79 * GIB, 30 * GIB)) == {}  # It may be either.
+    assert gpu_reading([9], library, described=(24 * GIB, GIB)) == {}
 
 
 def test_only_a_loopback_address_is_of_this_machine() -> None:

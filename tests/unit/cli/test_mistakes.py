@@ -196,6 +196,13 @@ def test_traffic_takes_a_bare_address(tmp_path: Path, monkeypatch: pytest.Monkey
     assert found is not None, "a file that is called so is still a file"
 
 
+def test_a_misspelt_flag_is_named_and_not_the_one_that_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    told = said(capsys, "tune", "smollm2", "--trafic", "access.log", "--slo", "ttft=1s")
+    assert "--trafic is not understood" in told
+    assert "did you mean --traffic?" in told
+    assert "are required: --traffic" in said(capsys, "tune", "smollm2", "--slo", "ttft=1s")
+
+
 # Lists
 
 

@@ -13,16 +13,20 @@ from holdfast import plan
 from holdfast.checkpoints import LAYOUTS, Packing, StoredTensor
 from holdfast.checkpoints.files import PackedMatrix
 from holdfast.config import EngineConfig
+from holdfast.config.unsupported import RANK_GPUS
 from holdfast.errors import ConfigurationError
 from holdfast.footprint.cpu import STAGING_BYTES
 from holdfast.footprint.identity_key import Same
+from holdfast.hardware.nvidia import NvidiaGpu
 from holdfast.models import ModelSpec, from_config
 from holdfast.models.shards import shard_spec
 from holdfast.planner.report.ranks import rank_lines, rank_rows
+from holdfast.planner.serve.gpu_plan import make_gpu_plan
 from holdfast.planner.serve.ranks import NOT_WITH_RANKS, expert_parallel_said, refuse_with_ranks
 from holdfast.planner.sizing.engine_weights import EngineWeights
 from holdfast.planner.sizing.rank_shares import rank_shares
 from holdfast.planner.sizing.shards import Placement, divide
+from holdfast.units import GIB
 
 QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 1000, "hidden_size": 512,
@@ -75,9 +79,7 @@ def test_an_expert_that_is_one_block_wide_is_dealt_out_and_not_divided() -> None
     stored = stored_in_blocks(spec)
     with pytest.raises(ConfigurationError, match="256 columns of an expert in blocks of 256") as refused:
         divide(spec, stored, 2)
-    assert (
-        refused.value.fix == "--enable-expert-parallel (on a CPU), which divides no expert, or --tensor-parallel-size 1"
-    )
+    assert refused.value.fix == "--enable-expert-parallel, which divides no expert, or --tensor-parallel-size 1"
     assert [shard.expert_count for shard in divide(spec, stored, 2, "linear")] == [5, 5]
 
 
@@ -193,9 +195,69 @@ def test_a_plan_for_a_cpu_counts_the_experts_of_each_rank(tmp_path: Path) -> Non
     assert "-dp" not in str(engines.commands["holdfast"].lacks)
 
 
-def test_ranks_on_gpus_refuse_it_by_name() -> None:
-    config = replace(EngineConfig(model="m", device="cpu", enable_expert_parallel=True), tensor_parallel_size=2)
-    object.__setattr__(config, "device", "cuda")  # Whatever this machine's GPUs and environment allow.
-    with pytest.raises(ConfigurationError, match="among ranks on a CPU alone") as refused:
-        refuse_with_ranks(config, spec_of(), None, compiled_kernels=True)
-    assert (refused.value.code, refused.value.field) == (NOT_WITH_RANKS, "enable_expert_parallel")
+def card(index: int) -> NvidiaGpu:
+    return NvidiaGpu(index=index, uuid=f"GPU-{index}", name="NVIDIA H200", total_bytes=140 * GIB,
+                     free_bytes=138 * GIB, capability=(9, 0))  # fmt: skip
+
+
+def test_ranks_on_gpus_have_whole_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank with one more decides what is planned for each; buffers are for all pairs on every one of them."""
+    monkeypatch.delenv(RANK_GPUS, raising=False)
+    spec, gpus = spec_of(), [card(index) for index in range(4)]
+    asked = EngineConfig(device="cuda", tensor_parallel_size=3, dtype="float32")
+    dealt = make_gpu_plan(spec, None, replace(asked, enable_expert_parallel=True), gpus, name="qwen3")
+    divided = make_gpu_plan(spec, None, asked, gpus, name="qwen3")
+    assert [shard.expert_count for shard in dealt.engine.shards] == [4, 3, 3]
+    expert = 2 * 3 * 512 * 256 * 4  # Of both layers, gate, up and down, in float32.
+    assert dealt.engine.rank_weights[1] - dealt.engine.rank_weights[2] == pytest.approx(0, abs=expert // 4)
+    assert dealt.engine.rank_weights[0] - dealt.engine.rank_weights[1] >= expert
+    assert dealt.terms["weights"] == dealt.engine.rank_weights[0]
+    assert dealt.limits.max_model_len == divided.limits.max_model_len == 2048
+    tokens = dealt.limits.max_num_batched_tokens
+    wider = 4 * tokens * 4 * (256 - 96)  # Inner numbers of all pairs in float32: of whole experts, not of 96 columns.
+    fewer = (10 - 4) * (tokens + 1) * 4 - 10 * 4  # Lines, and which experts are here.
+    assert dealt.terms["activations"] - divided.terms["activations"] == wider - fewer
+    (said,) = [one for one in dealt.decisions if one.field == "enable_expert_parallel"]
+    assert said.value == "4, 3, 3"
+    turns = replace(asked, enable_expert_parallel=True, expert_placement_strategy="round_robin")
+    engine = make_gpu_plan(spec, None, turns, gpus, name="qwen3").engine
+    assert engine.shards[2].experts == ((2, 3), (5, 6), (8, 9))
+
+
+def on_gpus(**settings: Any) -> EngineConfig:
+    """Whatever this machine's GPUs and environment allow."""
+    config = EngineConfig(model="m", device="cpu", **settings)
+    object.__setattr__(config, "device", "cuda")
+    return config
+
+
+@pytest.mark.parametrize("packing", [ORDERED, ROUNDED])
+def test_ranks_on_gpus_take_formats_of_whole_experts_that_they_could_not_divide(packing: Packing) -> None:
+    stored = packed(spec_of(), ".experts.", packing)
+    with pytest.raises(ConfigurationError) as refused:
+        refuse_with_ranks(on_gpus(tensor_parallel_size=2), spec_of(), stored, compiled_kernels=True)
+    assert refused.value.code == NOT_WITH_RANKS
+    whole = on_gpus(tensor_parallel_size=2, enable_expert_parallel=True)
+    refuse_with_ranks(whole, spec_of(), stored, compiled_kernels=True)
+    attention = packed(spec_of(), ".o", ORDERED)
+    with pytest.raises(ConfigurationError, match="act-order"):
+        refuse_with_ranks(whole, spec_of(), attention, compiled_kernels=True)
+
+
+def test_stages_on_gpus_deal_their_experts_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(RANK_GPUS, raising=False)
+    asked = EngineConfig(
+        device="cuda", tensor_parallel_size=2, pipeline_parallel_size=2, enable_expert_parallel=True, dtype="float32"
+    )
+    engine = make_gpu_plan(spec_of(), None, asked, [card(index) for index in range(4)], name="qwen3").engine
+    assert [shard.expert_count for shard in engine.shards] == [5, 5]
+    assert engine.rank_count == 4
+
+
+def test_a_plan_for_gpus_prints_the_flag(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    asked: dict[str, Any] = {"gpu": "h100-80x2", "tensor_parallel_size": 2, "engine": "holdfast"}
+    found = plan(str(tmp_path), **asked, enable_expert_parallel=True).commands["holdfast"]
+    assert "--enable-expert-parallel" in found.text
+    assert "expert" not in str(found.lacks)
+    assert "--enable-expert-parallel" not in plan(str(tmp_path), **asked).commands["holdfast"].text

@@ -79,17 +79,18 @@ def tuned(found: Survivors, worth: Callable[[ServerConfiguration], float | None]
     """With a server that answers what `worth` says, and time for 60 trials."""
     now_s = 0.0
 
-    def measure(configuration: ServerConfiguration, *, speed: float, stage: Stage) -> Trial:
+    def measure(configuration: ServerConfiguration, *, speed: float, stage: Stage, climb: float = 1.0) -> Trial:
         nonlocal now_s
         now_s += TRIAL_S
         value = worth(configuration)
         died = "" if value is not None else "out of memory"
         return Trial(
-            configuration=configuration, stage=stage, speed=speed, goodput=value or 0.0, requests=100, died=died,
+            configuration=configuration, stage=stage, speed=speed, climb=climb, goodput=value or 0.0, requests=100,
+            died=died,
             good_share=(value or 0.0) / OFFERED, times_limit=OFFERED / value if value else None, seconds=TRIAL_S,
         )  # fmt: skip
 
-    return Tuner(lambda speed: found, measure, budget_s=60 * TRIAL_S, speed=1.0, clock=lambda: now_s).run()
+    return Tuner(lambda *pace: found, measure, budget_s=60 * TRIAL_S, speed=1.0, clock=lambda: now_s).run()
 
 
 def size(configuration: ServerConfiguration, name: str) -> int:
@@ -138,13 +139,13 @@ def test_a_model_that_is_too_large_for_one_gpu_is_divided() -> None:
     assert size(outcome.kept, "tensor_parallel_size") >= 2
 
 
-def test_gpus_of_ours_have_an_engine_each_or_a_rank_each() -> None:
-    """Not both: a start would refuse it."""
+def test_gpus_of_ours_are_divided_among_engines_and_ranks() -> None:
     machine = Machine("llama-3.1-8b", gpu="h100-80x4")
     assert {machine.values[f"{name}_parallel_size"] for name in ("data", "tensor", "pipeline")} == {(None, 2, 4)}
     found = machine.left().configurations
     assert any(size(one, "tensor_parallel_size") == 4 for one in found)
-    assert all(1 in (size(one, "tensor_parallel_size"), size(one, "data_parallel_size")) for one in found)
+    assert any(size(one, "tensor_parallel_size") == size(one, "data_parallel_size") == 2 for one in found)
+    assert all(size(one, "tensor_parallel_size") * size(one, "data_parallel_size") <= 4 for one in found)
     burst = [Arrival(0.0, 100, 200)] * 1000
     one, four = (
         most_goodput(machine.planner.plan(chosen), burst, 1.0)

@@ -47,25 +47,33 @@ class PlantedServer:
         self.places = {configuration_at(AXES, point): point for point in POINTS}
         self.tight: set[ServerConfiguration] = set()
 
-    def __call__(self, configuration: ServerConfiguration, *, speed: float, stage: Stage) -> Trial:
+    def __call__(self, configuration: ServerConfiguration, *, speed: float, stage: Stage, climb: float = 1.0) -> Trial:
         if self.now_s / TRIAL_S >= self.interrupt_after:
             raise KeyboardInterrupt
         self.now_s += TRIAL_S
         value = self.landscape(self.places[configuration])
         if value is None:
-            return Trial(configuration=configuration, stage=stage, speed=speed, died="out of memory", seconds=TRIAL_S)
-        offered = speed * 10.0 / self.saturated_at
+            return Trial(
+                configuration=configuration,
+                stage=stage,
+                speed=speed,
+                climb=climb,
+                died="out of memory",
+                seconds=TRIAL_S,
+            )
+        offered = speed * (1 + climb) / 2 * 10.0 / self.saturated_at
         goodput = max(0.0, min(value * (1 + self.draw.gauss(0, self.noise)), offered))
         share = goodput / offered
         return Trial(
-            configuration=configuration, stage=stage, speed=speed, goodput=goodput, good_share=share, requests=100,
+            configuration=configuration, stage=stage, speed=speed, climb=climb, goodput=goodput,
+            good_share=share, requests=100,
             times_limit=offered / value, slo_held=share >= 0.99, headroom_held=configuration not in self.tight,
             seconds=TRIAL_S,
         )  # fmt: skip
 
     def tune(self, trials: int = 60, *, speed: float | None = 1.0) -> TuneOutcome:
         every = AllPlaces(list(self.places), POINTS, {point: at for at, point in enumerate(POINTS)})
-        return Tuner(lambda speed: every, self, budget_s=trials * TRIAL_S, speed=speed, clock=lambda: self.now_s).run()
+        return Tuner(lambda *pace: every, self, budget_s=trials * TRIAL_S, speed=speed, clock=lambda: self.now_s).run()
 
 
 def hill(best: tuple[int, ...], *, width: float = 3.0) -> Landscape:
@@ -118,7 +126,8 @@ def test_a_planted_optimum_is_found(landscape: Landscape, noise: float) -> None:
 def test_where_nothing_differs_the_default_is_kept() -> None:
     kept = [PlantedServer(lambda point: 5.0, noise=0.05, seed=seed).tune() for seed in range(20)]
     told = [outcome.verdict for outcome in kept]
-    assert told.count(SAME) >= 18  # An interval of 95% is wrong once in twenty.
+    assert told.count(SAME) >= 16  # What is neither shown nor excluded may be taken for likely.
+    assert told.count(BETTER) <= 1
     assert all(outcome.kept == DEFAULT for outcome in kept if outcome.verdict == SAME)
 
 
@@ -169,9 +178,10 @@ def test_a_default_that_dies_is_replaced_and_one_where_all_die_says_so() -> None
 def test_the_replay_is_quickened_until_the_default_no_longer_holds_and_the_kept_one_holds_the_users_pace() -> None:
     server = PlantedServer(lambda point: 30.0 + 4 * point[0], saturated_at=1.0)
     outcome = server.tune(speed=None)
-    assert outcome.speed == 8.0
+    assert outcome.pace == (4.0, 2.0)
     assert outcome.verdict == BETTER
-    assert [trial.speed for trial in outcome.trials if trial.stage == "default"] == [1.0, 4.0, 8.0]
+    found = [(trial.speed, trial.climb) for trial in outcome.trials if trial.stage == "default"]
+    assert found == [(1.0, 1.0), (4.0, 1.0), (8.0, 1.0), (5.66, 1.0), (4.0, 2.0)]
     assert [trial.speed for trial in outcome.trials if trial.stage == "own pace"] == [1.0]
     assert outcome.held
 

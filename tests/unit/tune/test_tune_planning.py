@@ -30,7 +30,7 @@ from holdfast.tune.space.pruning import (
     survivors,
 )
 from holdfast.tune.trial import Trial
-from holdfast.tune.tuner import BETTER, TuneOutcome
+from holdfast.tune.tuner import BETTER, LIKELY, TuneOutcome
 
 FEW = [Arrival(0.1 * at, 100, 20) for at in range(40)]
 
@@ -118,6 +118,17 @@ def test_the_busiest_part_is_replayed_and_a_short_file_begins_again() -> None:
     assert len(replayed([Arrival(0, 5, 1)], 2.0, 1.0)) == 1
 
 
+def test_a_pace_climbs_evenly_to_so_many_times_what_it_began_with() -> None:
+    """From 2 to 6 times in 10 s: 40 s of the traffic, of which 20 x 1.5 s in the second half."""
+    climbing = replayed([Arrival(at, 5, 1) for at in range(100)], 10.0, 2.0, 3.0)
+    assert len(climbing) == 40
+    assert climbing[2].at_s == pytest.approx(0.9161, abs=1e-3)  # 2 t + 0.2 t^2 = 2
+    assert climbing[15].at_s == pytest.approx(5.0)
+    assert replayed([Arrival(at, 5, 1) for at in range(9)], 3.0, 2.0, 1.0) == replayed(
+        [Arrival(at, 5, 1) for at in range(9)], 3.0, 2.0
+    )
+
+
 def test_commands_are_as_people_write_them_without_keys() -> None:
     chosen = ServerConfiguration((("max_num_seqs", 32), ("kv_cache_dtype", "fp8")))
     text = command_of(chosen, engine="holdfast", model="my model", flags=["--api-key", "k"])
@@ -160,6 +171,34 @@ def test_the_doctor_says_what_a_server_died_of(tmp_path: Path) -> None:
     assert cause_of(log, "it ended") == "it ended"
 
 
+def test_what_is_likely_but_not_proven_is_said_to_be_that() -> None:
+    defaults, others = [2.0, 4.0, 3.0], [4.0, 3.0, 5.0]
+    gain = gain_of(defaults, others)
+    assert gain is not None
+    assert (gain.proven, gain.likely) == (False, True)
+    better = ServerConfiguration((("max_num_seqs", 16),))
+    trials = [
+        Trial(configuration=one, stage="confirmation", speed=2.0, climb=2.0, goodput=goodput, good_share=0.5)
+        for pair in zip(defaults, others, strict=True)
+        for one, goodput in zip((DEFAULT, better), pair, strict=True)
+    ]
+    outcome = TuneOutcome(
+        kept=better, verdict=LIKELY, gain=gain, speed=2.0, climb=2.0, trials=trials, ended="time was up"
+    )
+    result = make_result(
+        outcome, of("smollm2", Axis("max_num_seqs", (16, None, 128))), model="smollm2", engine="holdfast", flags=[],
+        source="t.jsonl", arrivals=FEW, replay=FEW, trial_s=10.0, objectives=parse_slo("ttft=1s"), headroom=0.05,
+        lossy=False, seconds=60.0,
+    )  # fmt: skip
+    said = list(lines(result))
+    assert any(
+        line.startswith("likely better, not proven: +33.3% goodput over the default in the mean") for line in said
+    )
+    assert any("at a pace that climbs from 2 to 4 times its own" in line for line in said)
+    assert said[-1] == "holdfast serve smollm2 --max-num-seqs 16"
+    assert any(" 3.00 " in line and " 3 " in line for line in said)  # The default's row: of this pace.
+
+
 def test_a_report_ends_with_the_command_and_why() -> None:
     better = ServerConfiguration((("max_num_seqs", 16),))
 
@@ -180,7 +219,7 @@ def test_a_report_ends_with_the_command_and_why() -> None:
     )  # fmt: skip
     said = list(lines(result))
     assert said[-1] == "holdfast serve smollm2 --max-num-seqs 16"
-    assert any(line.startswith("+50.0% goodput over the default (+50.0% to +50.0% at 95%, 3 rounds") for line in said)
+    assert any(line.startswith("+50.0% goodput over the default (+50.0% to +50.0% at 99%, 3 rounds") for line in said)
     assert "  ttft p99 300 ms instead of 900 ms" in said
     assert any("1 not run, same server as another" in line for line in said)
     assert json.loads(msgspec.json.encode(result))["settings"] == {"max_num_seqs": 16}

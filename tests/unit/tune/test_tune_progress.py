@@ -60,18 +60,19 @@ class Run:
         progress = TuneProgress(self.said, used_s=clock, budget_s=trials * TRIAL_S)
         told = progress.told(self.measure if earlier is None else earlier.kept(self.measure))
         self.outcome: TuneOutcome = Tuner(
-            lambda speed: PLACES, told, budget_s=trials * TRIAL_S, speed=1.0, clock=clock
+            lambda *pace: PLACES, told, budget_s=trials * TRIAL_S, speed=1.0, clock=clock
         ).run()
 
-    def measure(self, configuration: ServerConfiguration, *, speed: float, stage: Stage) -> Trial:
+    def measure(self, configuration: ServerConfiguration, *, speed: float, stage: Stage, climb: float = 1.0) -> Trial:
         if self.made >= self._interrupt_after:
             raise KeyboardInterrupt
         self.made += 1
         self._now_s += TRIAL_S
         goodput = 7.0 - 0.5 * abs(AXES[0].values.index(configuration.value("max_num_seqs")) - 1)
         return Trial(
-            configuration=configuration, stage=stage, speed=speed, goodput=goodput, good_share=goodput / 10,
-            requests=100, measured_s={"ttft p99": 0.2}, times_limit=10 / goodput, seconds=TRIAL_S,
+            configuration=configuration, stage=stage, speed=speed, climb=climb, goodput=goodput,
+            good_share=goodput / 10, requests=100, measured_s={"ttft p99": 0.2},
+            times_limit=10 / goodput, seconds=TRIAL_S,
         )  # fmt: skip
 
 
@@ -169,6 +170,15 @@ def test_a_disk_that_becomes_full_ends_no_search(tmp_path: Path, caplog: pytest.
     assert _read(path, ASKED) == made[:1]  # Half a line is left out.
     keep(made[3])
     assert _read(path, ASKED) == made
+
+
+def test_a_trial_of_another_pace_is_made_again(tmp_path: Path) -> None:
+    there, wanted = (Trial(configuration=ServerConfiguration(), stage="search", speed=2.0, climb=c) for c in (1.0, 2.0))
+    path = tmp_path / "trials"
+    for climb, trial in ((1.0, there), (2.0, wanted)):
+        kept = TrialRecord(path, ASKED).kept(lambda *_, trial=trial, **__: trial)
+        assert kept(trial.configuration, speed=2.0, stage="search", climb=climb) == trial
+    assert _read(path, ASKED) == [there, wanted]
 
 
 def test_what_a_server_said_may_have_any_letters_and_a_file_may_be_cut_off_in_each(tmp_path: Path) -> None:

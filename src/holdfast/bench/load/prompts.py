@@ -49,10 +49,9 @@ class RequestMaker:
 
     def __init__(self, load: Load) -> None:
         self._load = load
-        self._prefixes = [
-            _words(random.Random(f"{load.seed}-prefix-{at}"), self._word_count(load.prefix_tokens))
-            for at in range(load.prefixes if load.prefix_tokens else 0)
-        ]
+        draws = [random.Random(f"{load.seed}-prefix-{at}") for at in range(load.prefixes if load.prefix_tokens else 0)]
+        self._prefixes = [_words(draw, self._word_count(load.prefix_tokens)) for draw in draws]
+        self._id_prefixes = [_ids(draw, load.prefix_tokens) for draw in draws] if load.token_ids else []
 
     def conversation(self, number: int, *, lengths: tuple[int, int] | None = None) -> BenchConversation:
         """`lengths`: of prompt and output, where a log says them."""
@@ -62,6 +61,13 @@ class RequestMaker:
         if not self._prefixes or draw.random() >= self._load.prefix_share:
             return []
         return draw.choice(self._prefixes)
+
+    def ids(self, draw: random.Random, tokens: int) -> list[int]:
+        """A prompt of so many token ids; longer, where what it begins with is as long."""
+        prefix: list[int] = []
+        if self._id_prefixes and draw.random() < self._load.prefix_share:
+            prefix = draw.choice(self._id_prefixes)
+        return [*prefix, *_ids(draw, max(LEAST_TOKENS, tokens - len(prefix)))]
 
     def _word_count(self, tokens: int) -> int:
         return max(0, round(tokens * self._load.words_per_token))
@@ -129,7 +135,7 @@ class BenchConversation:
             given = load.prompts[self._number % len(load.prompts)]
             content = given if self._turn == 0 else " ".join(self._maker.words(self._draw, tokens, ()))
         elif load.token_ids and load.path != CHAT:
-            return {"prompt": [self._draw.randrange(100, HIGHEST_TOKEN_ID) for _ in range(tokens)]}
+            return {"prompt": self._maker.ids(self._draw, tokens)}
         else:
             prefix = self._maker.prefix(self._draw) if self._turn == 0 else ()
             content = " ".join(self._maker.words(self._draw, tokens, prefix))
@@ -142,6 +148,10 @@ class BenchConversation:
 
 def drawn(draw: random.Random, lengths: LengthRange) -> int:
     return draw.randint(lengths.low, lengths.high)
+
+
+def _ids(draw: random.Random, count: int) -> list[int]:
+    return [draw.randrange(100, HIGHEST_TOKEN_ID) for _ in range(count)]
 
 
 def _words(draw: random.Random, count: int) -> list[str]:

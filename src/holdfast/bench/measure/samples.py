@@ -36,6 +36,10 @@ _QUEUED = re.compile(
 )
 _RESTARTS = re.compile(rb"^holdfast:engine_restarts_total(?:\{.*\})? +([0-9.e+]+)", re.MULTILINE)
 _INTERPRETER = re.compile(r"(?:.*/)?python[\d.]*")
+POOLS = ("weights", "kv_pool", "kv_ram")
+"""Terms of /memory that are taken for good."""
+SAME_SIZE = 0.05
+"""A GPU's memory by NVML and by CUDA differ by less."""
 METRICS = ("running", "waiting", "kv_share", "preemptions", "tokens", "prefix_asked", "prefix_found")
 
 
@@ -65,6 +69,11 @@ class ServerSample(msgspec.Struct, frozen=True, kw_only=True):
     vram_free_share: float | None = None
     """Of the fullest GPU that the server uses."""
     power_w: float | None = None
+    ram_pools_bytes: int = 0
+    """Of RAM, weights and pools, which are planned; without the KV cache of a CPU, which `kv_touched_bytes` has."""
+    vram_pools_bytes: int = 0
+    gpu_by_size: bool = False
+    """NVML names no process of the server: what is said of the GPU is that of the only one that /memory can mean."""
 
     @property
     def steady_ram_bytes(self) -> int | None:
@@ -116,10 +125,11 @@ class ServerSampler:
         found |= self._metrics()
         ledger = self._memory()
         if self._pids:
-            found |= self._processes()
+            found |= self._processes(ledger)
         found |= {name: value for name, value in ledger.items() if name not in ("ram_free_share", "vram_free_share")}
         # What is free on this machine now counts more than what was at its start.
         found = ledger | found
+        found.pop("total_bytes", None)
         return ServerSample(**found)
 
     def _page(self, name: str) -> bytes | None:
@@ -159,19 +169,22 @@ class ServerSampler:
             held, total = int(tier["measured_bytes"]), int(tier["total_bytes"])
             name = "vram" if tier["tier"] == "vram" else "ram"
             found[f"{name}_bytes"] = held
+            found["total_bytes"] = int(tier["total_bytes"])
             found[f"{name}_free_share"] = max(0.0, (int(tier["free_bytes"]) - held) / total)
+            found |= pools_of(ledger["terms"], touched=name == "ram")
             if name == "ram":
                 terms = {term["term"]: term["measured_bytes"] for term in ledger["terms"]}
                 found["kv_touched_bytes"] = int(terms.get("kv_pool") or 0)
         return found
 
-    def _processes(self) -> dict[str, Any]:
+    def _processes(self, ledger: dict[str, Any]) -> dict[str, Any]:
         held = [found.now_bytes for pid in self._pids if (found := resident(pid)) is not None]
         if not held:
             return {}
         machine = memory()
         free = machine.available_bytes / machine.total_bytes
-        return {"ram_free_share": free, "ram_bytes": sum(held)} | gpu_reading(self._pids)
+        described = (ledger["total_bytes"], ledger["vram_bytes"]) if "vram_bytes" in ledger else None
+        return {"ram_free_share": free, "ram_bytes": sum(held)} | gpu_reading(self._pids, described=described)
 
 
 def restarted(samples: Sequence[ServerSample]) -> bool:
@@ -180,16 +193,42 @@ def restarted(samples: Sequence[ServerSample]) -> bool:
     return bool(told) and told[-1] > told[0]
 
 
-def gpu_reading(pids: Sequence[int], nvml: Any = None) -> dict[str, Any]:
-    """VRAM that these processes hold, what the fullest of their GPUs has left, and the power of these GPUs."""
+def pools_of(terms: Sequence[dict[str, Any]], *, touched: bool) -> dict[str, int]:
+    """`touched`: the KV cache is in RAM, and counted by what was written of it."""
+    found: dict[str, int] = {}
+    for term in terms:
+        if term["term"] in POOLS and not (touched and term["term"] == "kv_pool"):
+            name = f"{'vram' if term['tier'] == 'vram' else 'ram'}_pools_bytes"
+            found[name] = found.get(name, 0) + int(term["measured_bytes"] or 0)
+    return found
+
+
+def gpu_reading(pids: Sequence[int], nvml: Any = None, *, described: tuple[int, int] | None = None) -> dict[str, Any]:
+    """VRAM that these processes hold, what the fullest of their GPUs has left, and the power of these GPUs. In a
+    container NVML may name processes by ids of the machine outside: then of the GPU that is `described` (its bytes in
+    all, and held by the server), if there is one alone that it can be."""
     found = nvidia.probe(nvml=nvml)
     mine = [gpu for gpu in found.gpus if any(process.pid in pids for process in gpu.processes)]
     if not mine:
-        return {}
+        return {} if described is None else _of_the_described(found.gpus, described, nvml)
     held = sum(process.nbytes or 0 for gpu in mine for process in gpu.processes if process.pid in pids)
     free = min(gpu.free_bytes / gpu.total_bytes for gpu in mine)
     reading: dict[str, Any] = {"vram_free_share": free} | ({"vram_bytes": held} if held else {})
     power = _power_w([gpu.uuid for gpu in mine], nvml)
+    return reading | ({"power_w": power} if power is not None else {})
+
+
+def _of_the_described(gpus: Sequence[nvidia.NvidiaGpu], described: tuple[int, int], nvml: Any) -> dict[str, Any]:
+    total, held = described
+    alike = [
+        gpu
+        for gpu in gpus
+        if abs(gpu.total_bytes - total) <= SAME_SIZE * total and gpu.total_bytes - gpu.free_bytes >= held
+    ]
+    if len(alike) != 1:
+        return {}
+    power = _power_w([alike[0].uuid], nvml)
+    reading: dict[str, Any] = {"vram_free_share": alike[0].free_bytes / alike[0].total_bytes, "gpu_by_size": True}
     return reading | ({"power_w": power} if power is not None else {})
 
 

@@ -32,6 +32,8 @@ class Drift(msgspec.Struct, frozen=True, kw_only=True):
     late: float
     noise: float = 0.0
     """The standard error of their difference; 0: not known."""
+    pools: float = 0.0
+    """Of memory, the part of `early` that was taken by plan and for good: weights and pools."""
 
     @property
     def share(self) -> float:
@@ -67,7 +69,7 @@ def throughput_drift(answers: Sequence[TimedAnswer], begin_s: float, end_s: floa
 
 def memory_drift(samples: Sequence[ServerSample], begin_s: float, end_s: float, *, vram: bool) -> Drift | None:
     """In bytes, without the KV cache where the server says how much of it it touched: that fills up, and is planned."""
-    held = []
+    held, pools = [], []
     for number in (1, FIFTHS - 1):
         low, high = _fifth(number, begin_s, end_s)
         within = [sample for sample in samples if low <= sample.at_s < high]
@@ -75,7 +77,8 @@ def memory_drift(samples: Sequence[ServerSample], begin_s: float, end_s: float, 
         if not values:
             return None
         held.append(float(median(values)))
-    return Drift(early=held[0], late=held[1])
+        pools.append(median(sample.vram_pools_bytes if vram else sample.ram_pools_bytes for sample in within))
+    return Drift(early=held[0], late=held[1], pools=min(held[0], float(pools[0])))
 
 
 def longest_stall(answers: Sequence[TimedAnswer], start_s: float) -> Stall | None:

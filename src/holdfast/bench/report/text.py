@@ -154,6 +154,8 @@ def server_line(result: BenchResult) -> str:
     power = [sample.power_w for sample in samples if sample.power_w is not None]
     if power:
         told.append(f"{sum(power) / len(power):,.0f} W on average")
+    if any(sample.gpu_by_size for sample in samples):
+        told.append("GPU: the only one that /memory can mean, since NVML names no process of the server")
     return ", ".join(told)
 
 

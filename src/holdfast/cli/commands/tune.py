@@ -182,9 +182,9 @@ def tuned(arguments: argparse.Namespace) -> TuneResult:
     )  # fmt: skip
 
     @cache
-    def choices(pace: float) -> Survivors:
+    def choices(*pace: float) -> Survivors:
         against = PrunedAgainst(
-            arrivals=trials.replay(pace), engine=arguments.engine, headroom=settings.headroom,
+            arrivals=trials.replay(*pace), engine=arguments.engine, headroom=settings.headroom,
             prefixes=settings.prefixes, most_ranks=space.most_ranks,
         )  # fmt: skip
         found = survivors(space.axes, planner, against)
@@ -197,15 +197,15 @@ def tuned(arguments: argparse.Namespace) -> TuneResult:
         budget_s=60 * arguments.minutes - used_s(),
         clock=used_s,
         speed=speed,
-        most_goodput=lambda place, pace: most_goodput(
-            choices(pace).servers[place].plan, trials.replay(pace), settings.seconds
+        most_goodput=lambda place, *pace: most_goodput(
+            choices(*pace).servers[place].plan, trials.replay(*pace), settings.seconds
         ),
     )
     outcome = tuner.run()
     progress.end()
     return make_result(
-        outcome, choices(outcome.speed), model=arguments.model, engine=arguments.engine, flags=settings.flags,
-        source=shorten(arguments.traffic), arrivals=settings.arrivals, replay=trials.replay(outcome.speed),
+        outcome, choices(*outcome.pace), model=arguments.model, engine=arguments.engine, flags=settings.flags,
+        source=shorten(arguments.traffic), arrivals=settings.arrivals, replay=trials.replay(*outcome.pace),
         trial_s=settings.seconds, objectives=settings.objectives, headroom=settings.headroom, lossy=arguments.lossy,
         seconds=used_s(), left_out=space.left_out,
     )  # fmt: skip

@@ -26,6 +26,8 @@ COLOURS = ("green", "cyan", "yellow", "bright_black")
 STATUS = {"ready": "green", "sleeping": "blue", "dead": "red", "hung": "red", "unreachable": "red"}
 LEVELS = {"error": "red", "warning": "yellow", "note": "blue"}
 SHOWN_NOTICES = 5
+SHOWN_ADAPTERS, SHOWN_DECISIONS = 8, 6
+"""A terminal is no page: what runs, and what was decided last."""
 COLUMN = 42
 REQUEST_HEAD = (
     f"{'request':<42} {'state':<8} {'age':>10} {'prompt':>7} {'cached':>7} {'generated':>13} {'first':>9} {'tok/s':>7}"
@@ -86,6 +88,9 @@ def _lines(look: ServerLook, width: int, blocks: bool) -> Iterator[Text]:
         yield from _hour(state, width, blocks)
         yield from _notices(state)
         yield from _requests(state, width)
+        yield from _adapters(state, width)
+    if look.memory is not None:
+        yield from _decisions(look.memory, width)
     yield Text("")
 
 
@@ -220,6 +225,32 @@ def _notices(state: UiState) -> Iterator[Text]:
             yield Text(f"    fix: {printable(notice.fix)}")
     if len(state.notices) > SHOWN_NOTICES:
         yield Text(f"  and {len(state.notices) - SHOWN_NOTICES} more: --json has them", "bright_black")
+
+
+def _adapters(state: UiState, width: int) -> Iterator[Text]:
+    """Those that run or wait first: there may be hundreds."""
+    found = sorted(state.adapters, key=lambda one: (not one.running, not one.waiting))
+    if not found:
+        return
+    yield Text(f"  LoRA adapters: {len(found):,}", "bright_black")
+    for one in found[:SHOWN_ADAPTERS]:
+        now = "running" if one.running else "waiting" if one.waiting else "idle"
+        base = f", of {printable(one.base)}" if one.base else ""
+        yield Text(shorten(f"    {printable(one.name)}  {now}{base}", width))
+    if len(found) > SHOWN_ADAPTERS:
+        yield Text(f"    and {len(found) - SHOWN_ADAPTERS} more: --json has them", "bright_black")
+
+
+def _decisions(memory: Ledger, width: int) -> Iterator[Text]:
+    """What was decided by itself, the newest last as on the page; the whole of it is in `ps -v`."""
+    if not memory.decisions:
+        return
+    left = len(memory.decisions) - SHOWN_DECISIONS
+    yield Text(f"  decisions: {len(memory.decisions):,}", "bright_black")
+    if left > 0:
+        yield Text(f"    {left} before these: holdfast ps -v has them", "bright_black")
+    for line in memory.decisions[-SHOWN_DECISIONS:]:
+        yield Text(shorten(f"    {printable(line)}", width))
 
 
 def _requests(state: UiState, width: int) -> Iterator[Text]:

@@ -129,12 +129,19 @@ def _holdfast_settings(fit: Plan, sequences: int) -> dict[str, object]:
         **_offload_settings(fit),
         **parallel(fit),
         **({"device": "cpu"} if fit.own is not None and fit.own.rank_count > 1 else {}),
-        "enable_expert_parallel": True if fit.own is not None and any(one.experts for one in fit.own.shards) else None,
+        "enable_expert_parallel": True if _deals_experts_out(fit) else None,
         "enable_lora": True if asked.max_loras else None,
         "max_loras": asked.max_loras or None,
         "max_lora_rank": asked.max_lora_rank if asked.max_loras else None,
         **fit.serve_settings,
     }
+
+
+def _deals_experts_out(fit: Plan) -> bool:
+    """Among ranks: of one rank the flag would change nothing."""
+    if fit.own is not None:
+        return any(one.experts for one in fit.own.shards)
+    return fit.question.settings.expert_parallel and fit.tensor_parallel > 1
 
 
 def _offload_settings(fit: Plan) -> dict[str, object]:

@@ -200,7 +200,8 @@ def _engine_share(question: Question, device: Device, limits: Limits, held: int)
     ranked, adapted = tuple[Term, ...](), tuple[ModelSpec, ...]()
     layout = cpu.kv_layout(spec, block_tokens=settings.block_tokens, kv_dtype=kv_dtype(question, 1))
     if settings.ranks * settings.stages > 1 and weights is not None:
-        shares = gpu_rank_shares(Same(weights), settings.ranks, settings.stages, dtype=dtype)
+        placement = settings.expert_placement if settings.expert_parallel else None
+        shares = gpu_rank_shares(Same(weights), settings.ranks, settings.stages, placement, dtype=dtype)
         held = max(shares.rank_weights(dtype=dtype))
         layout = shares.gpu_kv_layout(block_tokens=settings.block_tokens, kv_dtype=kv_dtype(question, 1))
         # The first place has most; of stages all layers, any of which may be the widest.

@@ -203,7 +203,9 @@ def _said(question: Question, rungs: tuple[LimitPreset, ...], rung: int, found: 
             *choices.weights(found),
             *choices.products(found),
         ]
-    if settings.expert_parallel and not any(one.field == "enable_expert_parallel" for one in decisions):
+    ranked = settings.ranks > 1 and question.machine.kind == "gpu"  # Of its ranks a server says it.
+    said = ranked or any(one.field == "enable_expert_parallel" for one in decisions)
+    if settings.expert_parallel and not said:
         decisions.append(choices.whole_experts(found))
     if settings.max_model_len is None:
         most, streamed = question.model.spec.max_position, settings.offloads and not ours

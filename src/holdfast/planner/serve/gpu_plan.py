@@ -171,6 +171,8 @@ def _gpu_plan(
             max_lora_rank=config.lora_rank,
             ranks=config.tensor_parallel_size,
             stages=config.pipeline_parallel_size,
+            expert_parallel=config.enable_expert_parallel and config.tensor_parallel_size > 1,
+            expert_placement=config.expert_placement_strategy,
             front_bytes=front_bytes,
         ),
         decisions=(*decisions, *expert_parallel_said(config)),
@@ -285,7 +287,8 @@ def _ranks_decision(gpus: Sequence[NvidiaGpu], config: EngineConfig) -> Decision
 
 def _shares(weights: EngineWeights, config: EngineConfig, found: Plan) -> RankShares:
     sizes = config.tensor_parallel_size, config.pipeline_parallel_size
-    return gpu_rank_shares(Same(weights), *sizes, dtype=found.dtype)
+    placement = config.expert_placement_strategy if config.enable_expert_parallel else None
+    return gpu_rank_shares(Same(weights), *sizes, placement, dtype=found.dtype)
 
 
 def _with_ranks(found: Plan, config: EngineConfig, gpus: Sequence[NvidiaGpu]) -> Plan:

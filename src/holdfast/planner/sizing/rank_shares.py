@@ -331,9 +331,11 @@ def rank_shares(
     return RankShares(whole.spec, ranks, shards, divided, placement if any(one.experts for one in shards) else None)
 
 
-def gpu_rank_shares(weights: Same[EngineWeights], size: int, stages: int = 1, *, dtype: str) -> RankShares:
+def gpu_rank_shares(
+    weights: Same[EngineWeights], size: int, stages: int = 1, placement: Placement | None = None, *, dtype: str
+) -> RankShares:
     """Of ranks on GPUs, which keep weights as they are stored."""
-    return rank_shares(weights, size, stages, dtype=dtype, expand=False, compiled=False)
+    return rank_shares(weights, size, stages, placement, dtype=dtype, expand=False, compiled=False)
 
 
 def _share(whole: EngineWeights, stage: LayerStage | None, shard: Shard | None) -> EngineWeights:

@@ -76,7 +76,7 @@ def divide(
     sizes = [one for one in range(1, MOST_RANKS + 1) if one != size and _can_be(spec, cuts, one, placement)]
     fix = f"--tensor-parallel-size {max([one for one in sizes if one < size], default=1)}"
     if placement is None and _experts(spec) is not None and _can_be(spec, cuts, size, "linear"):
-        fix = f"--enable-expert-parallel (on a CPU), which divides no expert, or {fix}"
+        fix = f"--enable-expert-parallel, which divides no expert, or {fix}"
     raise ConfigurationError(
         f"tensor_parallel_size is {size}, but {why}",
         code=TP_NOT_POSSIBLE,

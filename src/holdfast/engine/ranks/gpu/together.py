@@ -26,6 +26,7 @@ from holdfast.execution.parallel.gpu.together import exchange_decisions
 from holdfast.models import ModelSpec
 from holdfast.models.stages import rank_spec
 from holdfast.planner import Plan, settle_pool
+from holdfast.planner.sizing.rank_shares import whole_experts
 from holdfast.records import MemoryReport, RankMemory, VramBudget, VramGrant
 
 Progress = Callable[[str, int, int], None]
@@ -170,6 +171,7 @@ def _with_ranks(
             threads=1,
             heads=own.heads,
             kv_heads=own.kv_heads,
+            experts=whole_experts(spec, *engine.part_of(rank)),
             first_layer=own.layers[0].index,
             layers=len(own.layers),
             planned_weights_bytes=engine.rank_weights[rank],

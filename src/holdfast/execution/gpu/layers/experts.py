@@ -83,7 +83,9 @@ class ExpertGpuMaker:
         tokens, pairs = self._tokens, self._tokens * spec.per_token
         return GpuExpertBuffers(
             tokens=tokens,
-            lines=kernels.ExpertAssignments.allocate(tokens, spec.count, spec.per_token, self._like.device),
+            lines=kernels.ExpertAssignments.allocate(
+                tokens, spec.count, spec.per_token, self._like.device, spec.numbers if spec.here else None
+            ),
             logits=self._like.new_empty((tokens, spec.count)),
             inner=self._like.new_empty((pairs, spec.intermediate_size)),
             rows=self._like.new_empty((pairs, self._hidden)),
@@ -363,7 +365,7 @@ class _Scaled:
                 x, self._planes, lines, out, by_token=by_token, activation=activation, gates=gates,
                 places=_places(apart), waiting=self._waiting,
             )  # fmt: skip
-        elif self._in_cuda and (cut := expert_cut(len(out), len(lines.counts), x.shape[1])) is not None:
+        elif self._in_cuda and (cut := expert_cut(len(out), lines.chosen_from, x.shape[1])) is not None:
             multiply_int4(x, self._planes, lines, out, by_token=by_token, activation=activation, gates=gates, cut=cut)
         else:
             multiply_scaled(

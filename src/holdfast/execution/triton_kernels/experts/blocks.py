@@ -143,7 +143,7 @@ def multiply_blocks(
     if pairs == 0:
         return
     form, (code, where) = EXPERT_FORMS[matrix.layout], gates_of(activation, gates)
-    tile = tile or expert_block_tile(pairs, experts, blocks, x.element_size())
+    tile = tile or expert_block_tile(pairs, lines.chosen_from, blocks, x.element_size())
     across = triton.cdiv(outputs, tile.outputs // (2 if where == GATES_IN_MATRIX.value else 1))
     grid = (most_tiles(pairs // per_token, per_token, experts, tile.rows) * across,)
     apart = (None,) * 5 if waiting is None else _planes(waiting)

@@ -233,8 +233,9 @@ def _launch(
             weight, x = weight.view(kind), x.view(kind)
             waiting = None if waiting is None else waiting.view(kind)
     # What is decoded takes registers: such tiles have no more than 64 rows.
-    most_pairs = min(pairs, SOME * experts) if decoded else pairs
-    tile = tile or expert_tile(most_pairs, experts, weight.element_size(), shared_memory_bytes(), gated=doubled)
+    spread = lines.chosen_from
+    most_pairs = min(pairs, SOME * spread) if decoded else pairs
+    tile = tile or expert_tile(most_pairs, spread, weight.element_size(), shared_memory_bytes(), gated=doubled)
     if described is None:
         aligned = weight.stride(0) * weight.element_size() % 16 == 0 and weight.data_ptr() % 16 == 0
         described = places is None and tile.rows >= DESCRIBED_ROWS and aligned and copies_by_descriptor()

@@ -13,10 +13,14 @@ line is left to chance and changes no result. Knows nothing of how matrices are 
 Where a layer's experts do not all stay on the GPU they are in two stacks, and a table says where each one is:
 
     places[expert] = p    p >= 0: the p-th of those that stay; p < 0: the (-1 - p)-th of those that wait
+
+Of ranks that have whole experts each knows its own: there are lines for those alone, in the order of their matrices.
+Tokens choose among all; pairs whose expert is elsewhere stand in no line, and weigh nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -46,30 +50,50 @@ class ExpertAssignments(NamedTuple):
     """int32 [experts, tokens]: the lines; what is beyond their counts means nothing."""
     weights: torch.Tensor
     """float32 [tokens, per_token]"""
+    homes: torch.Tensor | None = None
+    """int32 [experts of the model]: which line each one has, -1: it is elsewhere. None: all are here, in order."""
 
     @classmethod
-    def allocate(cls, tokens: int, experts: int, per_token: int, device: torch.device) -> ExpertAssignments:
+    def allocate(
+        cls, tokens: int, experts: int, per_token: int, device: torch.device, here: Sequence[int] | None = None
+    ) -> ExpertAssignments:
+        """`here`: which of the experts have lines, in the order of these; None: all."""
+        lines, homes = experts if here is None else len(here), None
+        if here is not None:
+            found = torch.full((experts,), -1, dtype=torch.int32)
+            found[list(here)] = torch.arange(lines, dtype=torch.int32)
+            homes = found.to(device)
         return cls(
-            torch.zeros(experts, dtype=torch.int32, device=device),
-            torch.empty((experts, tokens), dtype=torch.int32, device=device),
+            torch.zeros(lines, dtype=torch.int32, device=device),
+            torch.empty((lines, tokens), dtype=torch.int32, device=device),
             torch.empty((tokens, per_token), dtype=torch.float32, device=device),
+            homes,
         )
+
+    @property
+    def chosen_from(self) -> int:
+        """Experts that pairs are spread over, here or elsewhere."""
+        return len(self.counts) if self.homes is None else len(self.homes)
 
 
 @triton.jit(do_not_specialize=["present"])
 def _route(
-    logits, counts, pairs, weights, experts, slots, present, tokens, logits_stride, pairs_stride,
+    logits, counts, pairs, weights, experts, slots, homes, present, tokens, logits_stride, pairs_stride,
     EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr, NORMALIZED: tl.constexpr, CHOICES: tl.constexpr,
     BLOCK: tl.constexpr, TOKENS: tl.constexpr, ALONE: tl.constexpr, TOLD: tl.constexpr, PADDED: tl.constexpr,
-    EARLY: tl.constexpr,
+    APART: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Some tokens, which stand one behind the other in a line. The softmax is over all experts; what is taken is left
     out of the next choice. ALONE: there is no other program. TOLD: `experts` gets what each token chose. PADDED: those
-    without a slot are no tokens, and choose nothing."""
+    without a slot are no tokens, and choose nothing. APART: some experts are elsewhere, as `homes` says."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     expert = tl.arange(0, BLOCK)
     there, known = (token < tokens)[:, None], (expert < EXPERTS)[None, :]
     source = logits + token.to(tl.int64)[:, None] * logits_stride + expert[None, :]
+    home, here = expert, expert < EXPERTS
+    if APART:
+        home = tl.load(homes + expert, mask=here, other=-1)
+        here = home >= 0
     wait_for_others(EARLY)
     live = token < tokens
     if PADDED:
@@ -81,10 +105,14 @@ def _route(
     total = tl.sum(tl.exp(left - largest[:, None]), 1)
     index = tl.arange(0, CHOICES)[None, :]
     shares = tl.zeros((TOKENS, CHOICES), tl.float32)
+    away = tl.zeros((TOKENS, CHOICES), tl.int32)
     number = tl.full((TOKENS, BLOCK), -1, tl.int32)
     for choice in tl.static_range(PER_TOKEN):
         best, chosen = tl.max(left, 1, return_indices=True, return_indices_tie_break_left=True)
         shares = tl.where(index == choice, tl.exp(best - largest)[:, None], shares)
+        if APART:
+            found = tl.load(homes + chosen) >= 0
+            away = tl.where((index == choice) & ~found[:, None], 1, away)
         mine = expert[None, :] == chosen[:, None]
         number = tl.where(mine, choice, number)
         if TOLD:
@@ -93,18 +121,19 @@ def _route(
     let_others_start(EARLY)
     if NORMALIZED:
         total = tl.sum(shares, 1)
-    taken = ((number >= 0) & live[:, None]).to(tl.int32)
+    taken = ((number >= 0) & live[:, None] & here[None, :]).to(tl.int32)
     totals = tl.sum(taken, 0)
     if ALONE:
-        tl.store(counts + expert, totals, mask=expert < EXPERTS)
+        tl.store(counts + home, totals, mask=here)
         place = tl.cumsum(taken, 0) - taken
     else:
-        first = tl.atomic_add(counts + expert, totals, mask=totals > 0)
+        first = tl.atomic_add(counts + home, totals, mask=totals > 0)
         place = first[None, :] + tl.cumsum(taken, 0) - taken
-    line = pairs + expert.to(tl.int64)[None, :] * pairs_stride
+    line = pairs + home.to(tl.int64)[None, :] * pairs_stride
     tl.store(line + place, token[:, None] * PER_TOKEN + number, mask=taken > 0)
     target = weights + token[:, None] * PER_TOKEN + index
-    tl.store(target, tl.where(live[:, None], shares / total[:, None], 0.0), mask=there & (index < PER_TOKEN))
+    kept = live[:, None] & (away == 0)
+    tl.store(target, tl.where(kept, shares / total[:, None], 0.0), mask=there & (index < PER_TOKEN))
 
 
 def route(
@@ -127,11 +156,12 @@ def route(
         lines.counts.zero_()
     if tokens:
         _route[(triton.cdiv(tokens, together),)](
-            logits, lines.counts, lines.pairs, lines.weights, chosen, slots, 0 if slots is None else len(slots), tokens,
-            logits.stride(0), lines.pairs.stride(0), EXPERTS=experts, PER_TOKEN=per_token, NORMALIZED=normalized,
-            CHOICES=triton.next_power_of_2(per_token),
-            BLOCK=block, TOKENS=together, ALONE=alone, TOLD=chosen is not None, PADDED=slots is not None, EARLY=early,
-            num_warps=min(8, max(1, together * block // 128)), launch_pdl=early,
+            logits, lines.counts, lines.pairs, lines.weights, chosen, slots, lines.homes,
+            0 if slots is None else len(slots), tokens, logits.stride(0), lines.pairs.stride(0), EXPERTS=experts,
+            PER_TOKEN=per_token, NORMALIZED=normalized, CHOICES=triton.next_power_of_2(per_token), BLOCK=block,
+            TOKENS=together, ALONE=alone, TOLD=chosen is not None, PADDED=slots is not None,
+            APART=lines.homes is not None, EARLY=early, num_warps=min(8, max(1, together * block // 128)),
+            launch_pdl=early,
         )  # fmt: skip
 
 
@@ -192,7 +222,7 @@ def gates_of(activation: Activation | None, gates: Gates) -> tuple[int, int]:
 @triton.jit
 def _add_pairs(
     rows, weights, out, rows_stride, out_stride, columns, PER_TOKEN: tl.constexpr, ADD: tl.constexpr,
-    BLOCK: tl.constexpr, PADDED: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, SPARSE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -204,7 +234,7 @@ def _add_pairs(
         pair = token * PER_TOKEN + choice
         weight = tl.load(weights + pair)
         read = inside
-        if PADDED:  # Rows of what nobody chose were not written. Not chosen after the product: it and the sum are one,
+        if SPARSE:  # Rows of no line were not written. Not chosen after the product: it and the sum are one,
             read = column < tl.where(weight > 0.0, columns, 0)  # rounded once, where nothing stands between them.
         line = tl.load(rows + pair * rows_stride + column, mask=read, other=0.0).to(tl.float32)
         total += line * weight
@@ -218,10 +248,11 @@ def add_pairs(
     rows: torch.Tensor, lines: ExpertAssignments, out: torch.Tensor, *, add: bool, padded: bool = False
 ) -> None:
     """out [tokens, columns] = (or +=) the rows [pairs, columns] of each token by their weights: in float32, rounded
-    once. `padded`: some rows are no tokens, and chose nothing."""
+    once. `padded`: some rows are no tokens, and chose nothing. Of experts that are elsewhere nothing is added."""
     (tokens, columns), early = out.shape, starts_early()
+    sparse = padded or lines.homes is not None
     if tokens:
         _add_pairs[(tokens, triton.cdiv(columns, SUMMED_COLUMNS))](
             rows, lines.weights, out, rows.stride(0), out.stride(0), columns, PER_TOKEN=lines.weights.shape[1],
-            ADD=add, BLOCK=SUMMED_COLUMNS, PADDED=padded, EARLY=early, num_warps=4, launch_pdl=early,
+            ADD=add, BLOCK=SUMMED_COLUMNS, SPARSE=sparse, EARLY=early, num_warps=4, launch_pdl=early,
         )  # fmt: skip

@@ -48,7 +48,7 @@ def gather_expert_columns(
     (pairs, columns), (experts, _), per_token = out.shape, order.shape, lines.weights.shape[1]
     if pairs == 0:
         return
-    rows, early = FEW_ROWS if pairs <= experts else SOME_ROWS, starts_early()
+    rows, early = FEW_ROWS if pairs <= lines.chosen_from else SOME_ROWS, starts_early()
     tiles = most_tiles(pairs // per_token, per_token, experts, rows)
     _gather[(tiles * triton.cdiv(columns, COLUMNS),)](
         x, order, out, lines.counts, lines.pairs, x.stride(0), out.stride(0), lines.pairs.stride(0), columns,

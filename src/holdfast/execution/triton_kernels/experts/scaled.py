@@ -184,7 +184,7 @@ def multiply_scaled(
     if pairs == 0:
         return
     span = span_of(layout, x.dtype)
-    many = expanded_tile(pairs, experts, span, x.element_size(), shared_memory_bytes())
+    many = expanded_tile(pairs, lines.chosen_from, span, x.element_size(), shared_memory_bytes())
     if tile is None and many is not None:
         multiply_expanded(
             x, matrix, lines, out, by_token=by_token, activation=activation, gates=gates, tile=many, span=span,
@@ -192,7 +192,9 @@ def multiply_scaled(
         )  # fmt: skip
         return
     code, where = gates_of(activation, gates)
-    tile = tile or scaled_tile(pairs, experts, layout, span, columns, x.element_size(), shared_memory_bytes())
+    if tile is None:
+        most_bytes = shared_memory_bytes()
+        tile = scaled_tile(pairs, lines.chosen_from, layout, span, columns, x.element_size(), most_bytes)
     across = triton.cdiv(outputs, tile.lines // (2 if where == GATES_IN_MATRIX.value else 1))
     grid = (most_tiles(pairs // per_token, per_token, experts, tile.rows) * across,)
     (codes, scales, zeros), early = code_planes(matrix), starts_early()
