@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import islice
 
-from holdfast.kvcache import FoundBelow, KVCache, Prefix, Tier
+from holdfast.kvcache import FoundBelow, KVCache, LowerTiers, Prefix, Tier
 from holdfast.scheduler.limits import SchedulerLimits
 from holdfast.scheduler.prefill_cost import PrefillCost, PromptWork, pairs
 from holdfast.scheduler.sequence import Sequence, Status
@@ -35,6 +35,8 @@ SEEN = 0.75
 """Of the time that pages seem to take, for which somebody must have seen that they were on their way."""
 PREFILL_TOKENS = 64
 """Of a step, from which on it shows how fast prompts are computed."""
+PAUSE_S = 0.1
+"""Between a step and the plan of the next, from which on there was nothing to do."""
 LOST_S = 1.0
 """From which on pages that did not come at all show that their tier is slow."""
 
@@ -79,6 +81,9 @@ class Fetching:
         self._applied_s = self._step_s = self._loading_s = 0.0
         """`_step_s`: how long steps without prompts take of late. `_loading_s`: in which the link brought pages from
         RAM that were not counted yet."""
+        self._untold, self._untold_since_s, self._untold_applied_s = PromptWork(), 0.0, 0.0
+        """Of steps that were applied while they may still have been computed, when the first of them began, and when
+        the last was applied."""
         self.computed_instead_total = 0
         """How often a prefix was computed that could have been fetched, because that was sooner."""
 
@@ -233,23 +238,52 @@ class Fetching:
                     self._since_s.setdefault(tier, now_s)
 
     def note_applied(
-        self, rows: Iterable[tuple[int, int]], planned_s: float, now_s: float, loading_s: float = 0.0
+        self,
+        rows: Iterable[tuple[int, int]],
+        planned_s: float,
+        now_s: float,
+        loading_s: float = 0.0,
+        *,
+        tells: bool = True,
     ) -> None:
         """A step with these rows (their first position, and how many) is over; planned ahead of another, it began when
-        that was over. `loading_s`: in which the link brought pages from RAM meanwhile; 0: nobody knows."""
+        that was over. `loading_s`: in which the link brought pages from RAM meanwhile; 0: nobody knows. `tells`: its
+        result says something that had to be computed first."""
         tiers = self._kv.tiers
         if tiers is None:
             return
-        took_s, rows = now_s - max(planned_s, self._applied_s), list(rows)
-        tokens = sum(count for _, count in rows)
+        self._note_work(list(rows), max(planned_s, self._applied_s), now_s, tells)
         self._loading_s += loading_s
-        if 0 < tokens < PREFILL_TOKENS or tokens == len(rows) > 0:
+        self._note_loads(tiers, now_s)
+
+    def _note_work(self, rows: list[tuple[int, int]], began_s: float, now_s: float, tells: bool) -> None:
+        """A GPU's step of which nothing is sampled is applied as soon as it is launched: that was over in no time says
+        nothing, and what it takes is seen with the next that tells."""
+        tokens = sum(count for _, count in rows)
+        if not tells:
+            if not self._untold.tokens:
+                self._untold_since_s = began_s
+            self._untold += self._work_of(rows, tokens)
+            self._untold_applied_s = now_s
+            return
+        self._applied_s = now_s
+        if began_s > self._untold_applied_s + PAUSE_S:  # Nobody knows when in between it was over.
+            self._untold = PromptWork()
+        if self._untold.tokens and tokens:
+            work, self._untold = self._untold + self._work_of(rows, tokens), PromptWork()
+            self.prefill.note(work, now_s - self._untold_since_s)
+        elif 0 < tokens < PREFILL_TOKENS or tokens == len(rows) > 0:
+            took_s = now_s - began_s
             self._step_s = took_s if not self._step_s else KEPT * self._step_s + (1 - KEPT) * took_s
             self.prefill.note_small(self._step_s)
         elif tokens:
-            seen = sum(pairs(self._kv.layout, start, start + count) for start, count in rows)
-            self.prefill.note(PromptWork(1, tokens, seen), took_s)
-        self._applied_s = now_s
+            self.prefill.note(self._work_of(rows, tokens), now_s - began_s)
+
+    def _work_of(self, rows: list[tuple[int, int]], tokens: int) -> PromptWork:
+        seen = sum(pairs(self._kv.layout, start, start + count) for start, count in rows)
+        return PromptWork(1, tokens, seen)
+
+    def _note_loads(self, tiers: LowerTiers, now_s: float) -> None:
         for tier, rate in self.loads.items():
             come, lost = tiers.loaded_pages[tier] - self._counted[tier], tiers.lost_pages[tier] - self._lost[tier]
             self._lost[tier] += lost

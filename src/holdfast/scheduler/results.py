@@ -58,8 +58,10 @@ class Results(SchedulerState):
         self.kv.applied_step = result.step_id
         if self.kv.end_copies(result.finished_copies, result.failed_copies, result.host_pages):
             self._worth_admitting = True
-        rows = ((planned.row.start, planned.row.count) for planned in step.rows)
-        self._fetching.note_applied(rows, step.planned_s, now_s, result.loading_s)
+        rows = [planned.row for planned in step.rows]
+        tells = not rows or any(row.samples or row.scored for row in rows)
+        work = ((row.start, row.count) for row in rows)
+        self._fetching.note_applied(work, step.planned_s, now_s, result.loading_s, tells=tells)
 
     def _note_adapter(self, arrival: AdapterArrival, now_s: float) -> list[EngineOutput]:
         """Those who wait for it may start; where it could not be had, they are ended, and nobody else."""

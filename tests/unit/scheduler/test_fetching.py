@@ -12,7 +12,7 @@ from holdfast.kvcache import KVCache, KVLayout, Tier, TierLimits, form_groups
 from holdfast.records import Request, SamplingParams
 from holdfast.scheduler import Scheduler, SchedulerLimits
 from holdfast.scheduler.fetching import SeenRate
-from holdfast.scheduler.prefill_cost import PromptWork
+from holdfast.scheduler.prefill_cost import PromptWork, pairs
 
 BLOCKS = 40
 
@@ -209,6 +209,20 @@ def test_what_the_link_did_while_no_page_came_from_ram_is_not_held_against_it() 
     rate = fetching.loads[Tier.HOST].per_s
     assert rate is not None
     assert abs(rate / page - 1000) < 1
+
+
+def test_a_step_that_is_applied_before_it_is_computed_shows_with_the_next_that_tells() -> None:
+    """As a GPU's of which nothing is sampled. What began after a pause says nothing of it."""
+    fetching = world().scheduler._fetching
+    whole = PromptWork(2, 16_384, pairs(fetching._kv.layout, 0, 16_384))
+    for turn in range(20):
+        fetching.note_applied([(0, 8192)], turn, turn + 0.005, tells=False)
+        fetching.note_applied([(8192, 8192)], turn + 0.002, turn + 0.48)
+        fetching.note_applied([(0, 8192)], turn + 0.6, turn + 0.605, tells=False)  # Its client leaves.
+        fetching.note_applied([(0, 3)], turn + 0.8, turn + 0.806)
+    seconds = fetching.prefill.seconds(whole)
+    assert seconds is not None
+    assert abs(seconds - 0.48) < 0.02
 
 
 def test_rates_are_of_what_was_seen_last() -> None:

@@ -1,6 +1,7 @@
 """Many who come back at once, in simulated time with the costs of an H200 and Llama 8B: of a step, a token, what each
-token sees, and of a page over each direction of the link. Steps are planned two ahead, as a GPU's are; pages move when
-what was launched before is computed, and are seen when a step is over.
+token sees, and of a page over each direction of the link. Steps are planned two ahead, as a GPU's are, and one that
+samples nothing is applied at once, while it is computed; pages move when what was launched before is computed, and are
+seen when a step is applied.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from holdfast.scheduler.prefill_cost import pairs
 
 BLOCK = 16
 PAGE_S, STEP_S, TOKEN_S, PAIR_S = 2**21 / 50e9, 0.006, 23e-6, 0.7e-9
+LAUNCH_S = 0.005
+"""Of a prompt's step, for the host."""
 LIMITS = {"storing_share": 1 / 8, "spare_share": 1 / 4}
 
 
@@ -28,6 +31,8 @@ class World:
     scheduler: Scheduler
     smaller: int
     now_s: float = 0.0
+    computed_s: float = 0.0
+    """Until when all that was launched will be computed."""
     first_s: dict[str, float] = field(default_factory=dict)
     answered: dict[str, int] = field(default_factory=dict)
     computed: int = 0
@@ -55,7 +60,7 @@ class World:
             self.apply()
 
     def launch(self, plan: StepPlan) -> None:
-        layout, before_s = self.scheduler.kv.layout, self._in_flight[-1][1] if self._in_flight else self.now_s
+        layout, before_s = self.scheduler.kv.layout, self.computed_s
         for copy in plan.copies:
             if copy.before_step:
                 continue
@@ -67,12 +72,14 @@ class World:
             STEP_S + (plan.token_count * TOKEN_S + seen * PAIR_S * self.smaller) * self.smaller if plan.rows else 0.0
         )
         self.computed += plan.token_count
-        self._in_flight.append((plan, max(before_s, self.now_s) + own_s))
+        self.computed_s = max(before_s, self.now_s) + own_s
+        self._in_flight.append((plan, self.computed_s))
 
     def apply(self) -> None:
         plan, end_s = self._in_flight.pop(0)
         if plan.rows:
-            self.now_s = max(self.now_s, end_s)
+            samples = any(row.samples for row in plan.rows)
+            self.now_s = max(self.now_s, end_s) if samples else self.now_s + LAUNCH_S
         elif self._due:
             self.now_s = max(self.now_s, min(self._due)[0])
         over, self._due = (
@@ -128,6 +135,28 @@ def test_conversations_that_come_back_at_once_all_come_from_ram() -> None:
     assert tiers is not None
     assert tiers.loaded_pages[Tier.HOST] <= 25 * pages, "who lay in the pool was evicted for others first"
     world.scheduler.check_invariants()
+
+
+def test_conversations_that_come_back_beside_streams_come_from_ram() -> None:
+    """Eight, one after the other, beside 32 that decode."""
+    smaller, pages = 8, 1024 // 8
+    world = open_world(int(4.3 * pages), smaller, 18_432 // smaller, host_pages=12_000 // smaller)
+    tiers = world.scheduler.kv.tiers
+    assert tiers is not None
+    for number in range(8):
+        world.add(f"first {number}", pages * BLOCK, 1)
+        world.run(lambda number=number: f"first {number}" in world.first_s)  # type: ignore[misc]
+        world.run(lambda: not world.scheduler.has_copies)
+    for number in range(32):
+        world.add(f"stream {number}", 4, 200)
+    for number in range(8):
+        computed, asked_s = world.computed, world.now_s
+        world.add(f"again {number}", pages * BLOCK, 1)
+        world.run(lambda number=number: f"again {number}" in world.first_s)  # type: ignore[misc]
+        assert world.computed - computed < pages * BLOCK // 2
+        world.run(lambda asked_s=asked_s: world.now_s > asked_s + 0.25)  # type: ignore[misc]
+    assert world.scheduler.stats().fetches_not_worth_total == 0
+    assert tiers.loaded_pages[Tier.HOST] >= 8 * (pages - 1)
 
 
 def put_below(world: World, names: dict[str, int]) -> None:

@@ -6,8 +6,9 @@ A graph bakes in addresses, so everything it touches must be allocated before an
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -21,6 +22,19 @@ log = logging.getLogger("holdfast")
 
 STEPS_BETWEEN_TRIES = 256
 """A capture that failed is tried again after so many steps."""
+
+
+@contextlib.contextmanager
+def _collector_held() -> Iterator[None]:
+    """An engine that nobody holds any more may be in a cycle: the memory of its pages goes back once the device is
+    waited for, which no capture allows."""
+    held = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if held:
+            gc.enable()
 
 
 class DecodeGraphs:
@@ -91,14 +105,15 @@ class DecodeGraphs:
         torch.cuda.synchronize(self._device)
         with torch.cuda.stream(self._side):
             # What other threads of the process do with the GPU meanwhile is no business of this graph.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                self._run(size, work, adapted)
-            except BaseException:
-                with contextlib.suppress(RuntimeError):  # What went wrong first is what is said.
-                    graph.capture_end()
-                raise
-            graph.capture_end()
+            with _collector_held():
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    self._run(size, work, adapted)
+                except BaseException:
+                    with contextlib.suppress(RuntimeError):  # What went wrong first is what is said.
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
         # The first launch may need memory too: it is made where the step is done already, and does the same again.
         if not self._shared:
             with self._around(size):
