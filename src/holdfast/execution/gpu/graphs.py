@@ -103,17 +103,16 @@ class DecodeGraphs:
     def _capture(self, size: int, work: Work, adapted: bool) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self._device)
-        with torch.cuda.stream(self._side):
-            # What other threads of the process do with the GPU meanwhile is no business of this graph.
-            with _collector_held():
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                try:
-                    self._run(size, work, adapted)
-                except BaseException:
-                    with contextlib.suppress(RuntimeError):  # What went wrong first is what is said.
-                        graph.capture_end()
-                    raise
-                graph.capture_end()
+        # What other threads of the process do with the GPU meanwhile is no business of this graph.
+        with torch.cuda.stream(self._side), _collector_held():
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                self._run(size, work, adapted)
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # What went wrong first is what is said.
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         # The first launch may need memory too: it is made where the step is done already, and does the same again.
         if not self._shared:
             with self._around(size):
