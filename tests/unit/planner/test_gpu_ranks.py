@@ -213,6 +213,19 @@ def test_unlike_gpus_are_refused_by_rank() -> None:
     assert caught.value.code == NOT_WITH_RANKS
 
 
+def test_ranks_that_choose_experts_have_the_same_gpus() -> None:
+    """One of two ranks that differ at a near tie would leave an expert out, or add it twice."""
+    experts = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 8}
+    spec = from_config(LLAMA | experts | {"num_hidden_layers": 2, "num_experts_per_tok": 2})
+    other = card(1, name="NVIDIA L40S", capability=(8, 9))
+    config = EngineConfig(device="cuda", tensor_parallel_size=2)
+    with pytest.raises(ConfigurationError, match="may choose other experts") as caught:
+        make_gpu_plan(spec, None, config, [card(0), other], name="mixtral")
+    assert caught.value.code == NOT_WITH_RANKS
+    assert make_gpu_plan(spec, None, config, [card(0), card(1)], name="mixtral").fits
+    assert planned([card(0), other]).fits, "without experts the same kernels are enough"
+
+
 def test_ranks_may_share_a_gpu_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(RANK_GPUS, "0,0")
     plan = planned([card(0, free_gib=60, total_gib=80)])
