@@ -103,8 +103,8 @@ def require_alike(gpus: Sequence[NvidiaGpu]) -> None:
 
 
 def require_same(gpus: Sequence[NvidiaGpu]) -> None:
-    """Raises ConfigurationError, with the first rank whose GPU is another one than rank 0's. Each rank chooses experts by
-    itself: products are cut by what a GPU has, and a choice that is near could fall otherwise on another one."""
+    """Raises ConfigurationError, with the first rank whose GPU is another one than rank 0's. Each rank chooses experts
+    by itself: products are cut by what a GPU has, and a choice that is near could fall otherwise on another one."""
     first = gpus[0]
     for rank, gpu in enumerate(gpus):
         if gpu.name != first.name:
