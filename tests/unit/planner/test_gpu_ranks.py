@@ -95,7 +95,7 @@ def test_each_rank_has_a_visible_gpu_by_default(
     staged = EngineConfig(device=device, pipeline_parallel_size=3)
     assert settle_device(staged, here=here, build=TorchBuild("2.13.0", "13.0")).device == "cuda"
     (warned,) = [one.getMessage() for one in caplog.records]
-    assert "stages were run on one H200 so far, and never on several GPUs" in warned
+    assert "stages were run on one H200 so far, never on several GPUs" in warned
     assert [gpu.index for gpu in gpus_of_ranks(here.gpus, 2)] == [4, 6]
     with pytest.raises(ConfigurationError, match="rank 3 has no GPU: 4 ranks, and 3 visible GPUs") as caught:
         settled(4)
