@@ -156,7 +156,8 @@ class VramBudget(msgspec.Struct, frozen=True, kw_only=True):
     at_most_free: bool = False
     """No more of it than is there: it is a share of the whole GPU, and was not set."""
     kv_bytes: int | None = None
-    """The size the KV pool was set to; None: what the budget leaves, as far as it is of use."""
+    """The size the KV pool was set to, or to which it was given up while nobody asks; None: what the budget leaves, as
+    far as it is of use."""
 
 
 class LayersGrant(msgspec.Struct, frozen=True, kw_only=True):

@@ -146,6 +146,21 @@ def test_experts_come_with_a_larger_budget_and_leave_with_a_smaller_one() -> Non
     gpu.close()
 
 
+@pytest.mark.parametrize("make", [Gpu, ExpertGpu])
+def test_while_nobody_wants_kv_no_more_leaves_than_is_asked_for(make: type[Gpu]) -> None:
+    gpu = make()
+    gpu.resize_kv(LEAST_BLOCKS)
+    given = 3 * Experts.size if make is ExpertGpu else 3 * gpu.driver.whole(gpu.size)
+    before = gpu.told_bytes()
+    asked = VramBudget(budget_bytes=before - given, at_most_free=True, kv_bytes=LEAST_BLOCKS * PAGE)
+    assert gpu.arbiter.moves(asked, LEAST_BLOCKS)
+    granted = gpu.arbiter.change(asked, LEAST_BLOCKS, gpu.resize_kv)
+    assert granted.blocks == gpu.kv.blocks == LEAST_BLOCKS
+    assert given <= before - gpu.told_bytes() <= given * 4 // 3
+    assert not gpu.arbiter.moves(asked, LEAST_BLOCKS)
+    gpu.close()
+
+
 def test_experts_that_ram_does_not_hold_stay() -> None:
     gpu = ExpertGpu(ram=18)
     found = gpu.change(gpu.budget - 10 * Experts.size)

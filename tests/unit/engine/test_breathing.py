@@ -31,13 +31,14 @@ class FakeDevice:
 
     def __init__(self, total: int = 60, host_pages: int = 0) -> None:
         self.total, self.neighbour, self.blocks, self.most_blocks = total, 0, BLOCKS, 50
+        self.layers = 0
         self.host_pages, self.stored, self.computed = host_pages, 0, 0
         self.fail = False
 
     # The runner.
 
     def resize_kv(self, blocks: int) -> None:
-        if self.fail or blocks + self.neighbour > self.total:
+        if self.fail or blocks + self.layers + self.neighbour > self.total:
             raise EngineError("the device has no memory")
         self.blocks = blocks
 
@@ -62,7 +63,7 @@ class FakeDevice:
         return pool_bytes // PAGE
 
     def blocks_within_free(self, margin_bytes: int) -> int:
-        return self.total - self.neighbour - margin_bytes // PAGE
+        return self.total - self.layers - self.neighbour - margin_bytes // PAGE
 
     def full_blocks(self, blocks: int) -> int:
         return blocks
@@ -72,8 +73,8 @@ class FakeDevice:
     def budget_with_pool(self) -> None: ...
 
     def take(self) -> DeviceSample:
-        free = self.total - self.blocks - self.neighbour
-        return DeviceSample(self.total * PAGE, free * PAGE, self.blocks * PAGE)
+        own = self.blocks + self.layers
+        return DeviceSample(self.total * PAGE, (self.total - own - self.neighbour) * PAGE, own * PAGE)
 
     def close(self) -> None: ...
 
@@ -390,10 +391,16 @@ def test_the_pool_gives_way_to_a_neighbour_while_answers_go_on_and_grows_when_it
 
 
 class Layers:
-    """Beside the pool, of a page each: a budget of a GPU over both, as an arbiter has it."""
+    """Beside the pool, of a page each: a budget of a GPU over both, as an arbiter has it. What was set is a little more
+    than whole pages."""
 
-    def __init__(self, device: FakeDevice, count: int) -> None:
-        self.device, self.count, self.most_budget_bytes = device, count, (count + BLOCKS) * PAGE
+    def __init__(self, device: FakeDevice, most: int) -> None:
+        self.device, self.most, device.layers = device, most, most
+        self.most_budget_bytes = (most + BLOCKS) * PAGE + 3 * MIB
+
+    @property
+    def count(self) -> int:
+        return self.device.layers
 
     @property
     def kept_bytes(self) -> int:
@@ -403,28 +410,94 @@ class Layers:
         return self.kept_bytes
 
     def blocks_with(self, asked: VramBudget, least_blocks: int) -> int:
-        return max(least_blocks, min(BLOCKS, asked.budget_bytes // PAGE))
+        wanted = BLOCKS if asked.kv_bytes is None else min(BLOCKS, asked.kv_bytes // PAGE)
+        return max(least_blocks, min(wanted, asked.budget_bytes // PAGE))
+
+    def count_with(self, asked: VramBudget, least_blocks: int) -> int:
+        return min(self.most, max(0, asked.budget_bytes // PAGE - self.blocks_with(asked, least_blocks)))
 
     def moves(self, asked: VramBudget, least_blocks: int) -> bool:
-        return asked.budget_bytes != self.kept_bytes
+        blocks, count = self.blocks_with(asked, least_blocks), self.count_with(asked, least_blocks)
+        return (blocks, count) != (self.device.blocks, self.count)
 
     def granted(self) -> VramGrant:
         return VramGrant(budget_bytes=self.kept_bytes, blocks=self.device.blocks, kv_bytes=self.device.pool_bytes)
 
     def change(self, asked: VramBudget, least_blocks: int, resize_kv: Callable[[int], None]) -> VramGrant:
         blocks = self.blocks_with(asked, least_blocks)
-        self.count = asked.budget_bytes // PAGE - blocks
+        self.device.layers = self.count_with(asked, least_blocks)
         resize_kv(blocks)
         return self.granted()
 
 
-def test_beside_layers_the_whole_budget_gives_way_while_answers_go_on(clock: Clock) -> None:
-    device = FakeDevice(total=70)
-    core, layers = make(device, watches=True), Layers(device, 10)
-    device.total -= layers.count
+def beside_layers(device: FakeDevice, idle_s: float | None = None) -> tuple[EngineCore, Layers]:
+    core, layers = make(device, idle_s=idle_s, watches=True), Layers(device, 10)
     assert core.breathing is not None
     core.breathing._budget = core._vram = layers
     core.breathe()
+    return core, layers
+
+
+def breathe_for(core: EngineCore, clock: Clock, seconds: int) -> None:
+    for _ in range(seconds):
+        clock.now_s += 1.0
+        core.breathe()
+
+
+def test_layers_come_back_at_once_from_a_neighbour_that_comes_once_an_hour(clock: Clock) -> None:
+    device = FakeDevice(total=70)
+    core, layers = beside_layers(device)
+    for _ in range(4):
+        device.neighbour = 17
+        breathe_for(core, clock, 1)
+        assert layers.count == 0
+        device.neighbour = 0
+        breathe_for(core, clock, 12)
+        assert (layers.count, device.blocks) == (10, BLOCKS)
+        clock.now_s += 3600
+        breathe_for(core, clock, 30)
+
+
+@pytest.mark.parametrize("layers", [True, False])
+def test_what_was_given_comes_back_later_each_time_from_one_that_comes_again_at_once(
+    clock: Clock, layers: bool
+) -> None:
+    device = FakeDevice(total=70 if layers else 60)
+    core = beside_layers(device)[0] if layers else make(device, watches=True)
+    core.breathe()
+    for least_s in (10, 20, 40):
+        device.neighbour = 17
+        breathe_for(core, clock, 1)
+        device.neighbour = 0
+        breathe_for(core, clock, least_s)
+        assert device.blocks < BLOCKS
+        breathe_for(core, clock, 2)
+        assert device.blocks == BLOCKS
+
+
+def test_no_layers_leave_for_a_pool_that_was_given_up_while_nobody_asked(clock: Clock) -> None:
+    device = FakeDevice(total=70)
+    core, layers = beside_layers(device, idle_s=5.0)
+    breathe_for(core, clock, 6)
+    assert (layers.count, device.blocks) == (10, LEAST)
+    device.neighbour = 49  # Of what the pool had, and less than makes anybody give way.
+    breathe_for(core, clock, 1)
+    device.neighbour = 51
+    breathe_for(core, clock, 3)
+    assert (layers.count, device.blocks) == (4, LEAST), "no more than twice the margin, and what it took"
+    assert core.breathing is not None
+    assert core.breathing.released
+    device.neighbour = 0
+    ask(core, "next", 0)
+    run(core)
+    assert device.blocks == BLOCKS, "as large as it was"
+    breathe_for(core, clock, 4)
+    assert device.blocks == BLOCKS
+
+
+def test_beside_layers_the_whole_budget_gives_way_while_answers_go_on(clock: Clock) -> None:
+    device = FakeDevice(total=70)
+    core, layers = beside_layers(device)
     ask(core, "first", 0)
     core.step()
     device.neighbour = 17

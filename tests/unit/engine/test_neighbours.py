@@ -58,6 +58,7 @@ def test_who_comes_again_at_once_is_waited_for_longer_and_who_stays_away_is_not(
         while found is None:
             now_s += 1.0
             found = policy.judge(sample(30 * GIB, 0), 30 * GIB, FULL, now_s)
+        policy.took_back(now_s)
         taken_s, now_s = now_s, now_s + gone_s
         assert policy.judge(sample(FULL, 9 * GIB), FULL, FULL, now_s) is not None
         return taken_s - began_s - 1.0
@@ -65,6 +66,24 @@ def test_who_comes_again_at_once_is_waited_for_longer_and_who_stays_away_is_not(
     assert [waited(30.0) for _ in range(6)] == [10.0, 20.0, 40.0, 80.0, 160.0, 160.0]
     assert waited(5000.0) == 160.0
     assert waited(0.0) == GONE_S
+
+
+def test_what_is_wished_and_not_taken_makes_nobody_wait_longer() -> None:
+    """Memory comes in pieces, and the last one is not whole: so much is wished for ever."""
+    policy, now_s, full, nearly = Neighbours(GIB), 0.0, 50 * GIB, 50 * GIB - 3 * MIB
+    for _ in range(4):
+        for later_s in (0.0, 3600.0):
+            now_s += later_s
+            assert policy.judge(sample(nearly, 0), nearly, full, now_s) is None
+            now_s += GONE_S
+            assert policy.judge(sample(nearly, 0), nearly, full, now_s) is not None
+            now_s += 1.0
+        assert policy.judge(sample(nearly, 29 * GIB), nearly, full, now_s) is not None
+        began_s = now_s = now_s + 1.0
+        while policy.judge(sample(30 * GIB, 0), 30 * GIB, full, now_s) is None:
+            now_s += 1.0
+        assert now_s - began_s == GONE_S
+        policy.took_back(now_s)
 
 
 def test_what_is_left_is_taken_back_late_and_not_to_the_brim() -> None:

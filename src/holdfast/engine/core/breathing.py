@@ -192,7 +192,10 @@ class Breathing:
             # A device gives memory in pieces, and the full pool may need but a part of its last one.
             whole = wish.nbytes >= self._full * page
             wanted = self._full if whole else min(self._full, self._memory.blocks_of(wish.nbytes))
-            return self._grow(scheduler, blocks, wanted, wish.reason, ways.resize_kv)
+            found = self._grow(scheduler, blocks, wanted, wish.reason, ways.resize_kv)
+            if found is not None:
+                neighbours.took_back(now_s)
+            return found
         wanted = max(scheduler.least_blocks, self._memory.blocks_of(max(0, wish.nbytes)))
         if wanted >= blocks:
             log.warning(
@@ -219,7 +222,9 @@ class Breathing:
         wish = neighbours.judge(sample, kept, kept if self._released else budget.most_budget_bytes, now_s)
         if wish is None:
             return None
-        asked = VramBudget(budget_bytes=max(0, wish.nbytes), at_most_free=True, kv_bytes=self._most_kv)
+        # Nor shall layers leave for a pool that nobody wants now.
+        most_kv = least * scheduler.kv.layout.page_bytes if self._released else self._most_kv
+        asked = VramBudget(budget_bytes=max(0, wish.nbytes), at_most_free=True, kv_bytes=most_kv)
         try:
             if not budget.moves(asked, least):
                 if wish.nbytes < kept:
@@ -232,7 +237,10 @@ class Breathing:
             log.warning("VRAM stays at %s: %s", format_bytes(kept), error.message)
             return None
         if wish.nbytes > kept:
-            return self._change_budget(scheduler, budget, asked, wish.reason, ways.set_budget)
+            found = self._change_budget(scheduler, budget, asked, wish.reason, ways.set_budget)
+            if found is not None and budget.kept_bytes > kept:
+                neighbours.took_back(now_s)
+            return found
         self._lacking = False
         return self._begin(scheduler, _Shrink(blocks, wish.reason, now_s + SAVE_S, False, asked), ways)
 
@@ -246,8 +254,8 @@ class Breathing:
         if self._watch is not None:
             self._watch.take()  # It is of what was held before.
         after = budget.granted()
-        # What is full is another pool now; one that was given up while nobody asked is given up anew.
-        self._full, self._released = scheduler.kv.blocks_total + 1, False
+        if not self._released:  # What is full is another pool now; one that was given up is taken as it was.
+            self._full = scheduler.kv.blocks_total + 1
         log.info("VRAM: %s: %s", _said(before, after), reason)
         return PoolChange(
             blocks=after.blocks,

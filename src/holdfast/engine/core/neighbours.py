@@ -93,12 +93,17 @@ class Neighbours:
         gone_s = GONE_S * self._patience
         if now_s - self._roomy_since_s < gone_s:
             return None
-        self._roomy_since_s, self._took_back_s = None, now_s
+        self._roomy_since_s = None
         free = f"{format_bytes(sample.free_bytes)} were free for {gone_s:g} s"
         return Wish(
             min(full_bytes, held_bytes + (sample.free_bytes - 2 * margin) // self._pools),
             f"{free}, and others hold {format_bytes(others)}",
         )
+
+    def took_back(self, now_s: float) -> None:
+        """What `judge` wished was taken. Only who takes it knows: of less than a piece of memory nothing comes, and
+        that is wished again and again."""
+        self._took_back_s = now_s
 
     def _note_again(self, now_s: float) -> None:
         """A neighbour needs memory: was it only just taken back?"""

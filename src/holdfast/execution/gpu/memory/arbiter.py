@@ -209,7 +209,9 @@ class VramArbiter:
         others = self._others() + unaccounted
         wanted = min(asked.budget_bytes, own + free) if asked.at_most_free else asked.budget_bytes
         least = max(others, self._planned_others) + self._kv.backed_bytes(least_blocks)
-        kv_bytes = max(self._wanted_kv, self._kv.backed_bytes(least_blocks))
+        # No layer leaves for more KV than the pool may have.
+        wanted_kv = self._wanted_kv if asked.kv_bytes is None else min(self._wanted_kv, asked.kv_bytes)
+        kv_bytes = max(wanted_kv, self._kv.backed_bytes(least_blocks))
         streamed, staying = self._streamed_within(wanted - others, kv_bytes), self._staying(wanted - others, kv_bytes)
         movable_bytes = 0 if self._layers is None else self._layers.bytes_with(streamed)
         if self._experts is not None:
