@@ -94,10 +94,11 @@ def test_a_leak_is_found_and_a_kv_cache_that_fills_is_none() -> None:
 def test_pools_and_weights_hide_no_leak() -> None:
     """Of 120 GiB that were planned 2% were 2.4 GiB, and of what is held beside them 40 MiB."""
 
-    def held(grows: int) -> list[ServerSample]:
+    def held(grows: int, taken_back: int = 0) -> list[ServerSample]:
+        pools = [120 * GIB + (taken_back if at >= 10 else 0) for at in range(20)]
         return [
-            ServerSample(at_s=float(at), vram_bytes=122 * GIB + grows * at // 20, vram_pools_bytes=120 * GIB)
-            for at in range(20)
+            ServerSample(at_s=float(at), vram_bytes=pool + 2 * GIB + grows * at // 20, vram_pools_bytes=pool)
+            for at, pool in enumerate(pools)
         ]
 
     def passed(samples: list[ServerSample]) -> bool:
@@ -109,6 +110,11 @@ def test_pools_and_weights_hide_no_leak() -> None:
     assert passed(held(32 * MIB))
     assert not passed(held(GIB))
     assert passed([msgspec.structs.replace(sample, vram_pools_bytes=0) for sample in held(GIB)])  # Nobody says.
+    assert passed(held(32 * MIB, taken_back=20 * GIB)), "as after a pool was given up while nobody asked"
+    assert not passed(held(GIB, taken_back=20 * GIB))
+    assert not passed(held(GIB, taken_back=-20 * GIB)), "what a pool gave up hides none"
+    told_late = [msgspec.structs.replace(one, vram_pools_bytes=0) for one in held(8 * GIB)[:10]] + held(8 * GIB)[10:]
+    assert not passed(told_late)
 
 
 def test_weights_and_pools_are_told_from_the_rest_by_tier() -> None:

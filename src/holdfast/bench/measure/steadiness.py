@@ -33,7 +33,9 @@ class Drift(msgspec.Struct, frozen=True, kw_only=True):
     noise: float = 0.0
     """The standard error of their difference; 0: not known."""
     pools: float = 0.0
-    """Of memory, the part of `early` that was taken by plan and for good: weights and pools."""
+    """Of memory, the part of `early` that was taken by plan: weights and pools."""
+    pools_grew: float = 0.0
+    """By so much until `late`: a pool, or layers, that were given up and taken back. Below 0: given up meanwhile."""
 
     @property
     def share(self) -> float:
@@ -77,8 +79,10 @@ def memory_drift(samples: Sequence[ServerSample], begin_s: float, end_s: float, 
         if not values:
             return None
         held.append(float(median(values)))
-        pools.append(median(sample.vram_pools_bytes if vram else sample.ram_pools_bytes for sample in within))
-    return Drift(early=held[0], late=held[1], pools=min(held[0], float(pools[0])))
+        planned = median(sample.vram_pools_bytes if vram else sample.ram_pools_bytes for sample in within)
+        pools.append(min(held[-1], float(planned)))
+    grew = pools[1] - pools[0] if all(pools) else 0.0  # Of what the server did not tell of both, nothing is known.
+    return Drift(early=held[0], late=held[1], pools=pools[0], pools_grew=grew)
 
 
 def longest_stall(answers: Sequence[TimedAnswer], start_s: float) -> Stall | None:

@@ -267,11 +267,14 @@ def _throughput(drift: Drift) -> BenchCheck:
 
 
 def _leak(tier: str, drift: Drift) -> BenchCheck:
-    """Of what is held beside weights and pools, which do not grow: 2% of those would hide gigabytes."""
-    grown = drift.late - drift.early
+    """Of what is held beside weights and pools, which come and go by plan: 2% of those would hide gigabytes."""
+    grown = drift.late - drift.early - drift.pools_grew
     allowed = max(LEAK_BYTES, LEAK_SHARE * (drift.early - drift.pools))
     passed = grown < allowed
     told = f"{format_bytes(drift.late)} in the last fifth of the peak, {format_bytes(drift.early)} in the second"
+    if drift.pools_grew:
+        changed = f"{'+' if drift.pools_grew > 0 else ''}{format_bytes(drift.pools_grew)}"
+        told += f", of which weights and pools are {changed}"
     return BenchCheck(
         name=f"{tier} over time",
         passed=passed,
