@@ -1,8 +1,8 @@
 """By how much one configuration is better than another, from rounds in which both were measured one after the other.
 
 A round's difference is what the two had under the same load within minutes, so that a machine that slows down during
-the evening does not count for either. Student's t at 99%: it is asked after every round,
-and of the best of several, and who looks often is wrong more often.
+the evening does not count for either. Student's t at a nominal 99%: it is asked after every round, and of the best of
+several, and who looks often is wrong more often.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _T = (63.657, 9.925, 5.841, 4.604, 4.032, 3.707, 3.499, 3.355, 3.250, 3.169)
 
 
 class Gain(msgspec.Struct, frozen=True, kw_only=True):
-    """Shares of the default's goodput."""
+    """Shares of the default's goodput. `low` and `high`: nominal 99%, asked after every round."""
 
     change: float
     low: float
