@@ -95,7 +95,7 @@ def test_each_rank_has_a_visible_gpu_by_default(
     staged = EngineConfig(device=device, pipeline_parallel_size=3)
     assert settle_device(staged, here=here, build=TorchBuild("2.13.0", "13.0")).device == "cuda"
     (warned,) = [one.getMessage() for one in caplog.records]
-    assert "stages were run on one H200 so far, and never on several GPUs" in warned
+    assert "stages were run on one H200 so far, never on several GPUs" in warned
     assert [gpu.index for gpu in gpus_of_ranks(here.gpus, 2)] == [4, 6]
     with pytest.raises(ConfigurationError, match="rank 3 has no GPU: 4 ranks, and 3 visible GPUs") as caught:
         settled(4)
@@ -211,6 +211,19 @@ def test_unlike_gpus_are_refused_by_rank() -> None:
     with pytest.raises(ConfigurationError, match="rank 1 has NVIDIA A100") as caught:
         planned([card(0), other])
     assert caught.value.code == NOT_WITH_RANKS
+
+
+def test_ranks_that_choose_experts_have_the_same_gpus() -> None:
+    """One of two ranks that differ at a near tie would leave an expert out, or add it twice."""
+    experts = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 8}
+    spec = from_config(LLAMA | experts | {"num_hidden_layers": 2, "num_experts_per_tok": 2})
+    other = card(1, name="NVIDIA L40S", capability=(8, 9))
+    config = EngineConfig(device="cuda", tensor_parallel_size=2)
+    with pytest.raises(ConfigurationError, match="may choose other experts") as caught:
+        make_gpu_plan(spec, None, config, [card(0), other], name="mixtral")
+    assert caught.value.code == NOT_WITH_RANKS
+    assert make_gpu_plan(spec, None, config, [card(0), card(1)], name="mixtral").fits
+    assert planned([card(0), other]).fits, "without experts the same kernels are enough"
 
 
 def test_ranks_may_share_a_gpu_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

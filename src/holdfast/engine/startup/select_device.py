@@ -41,7 +41,7 @@ def settle_device(
         )
     if settled.device == "cuda" and settled.pipeline_parallel_size > 1:
         log.warning(
-            "pipeline_parallel_size %d: stages were run on one H200 so far, and never on several GPUs; compare with one GPU",
+            "pipeline_parallel_size %d: stages were run on one H200 so far, never on several GPUs; compare with one",
             settled.pipeline_parallel_size,
         )
     if settled.device == "cuda" and settled.offload_backend == "uva" and not settled.cpu_offload_gb:

@@ -33,7 +33,7 @@ from holdfast.planner.inputs.question import CPU_USEFUL_TOKENS, Machine, Planned
 from holdfast.planner.models.requested import requested
 from holdfast.planner.serve import refusals
 from holdfast.planner.serve.cpu_plan import planned_model, without_tensors
-from holdfast.planner.serve.gpu_ranks import choice_of, gpus_of_ranks, rank_decision, tightest
+from holdfast.planner.serve.gpu_ranks import choice_of, gpus_of_ranks, rank_decision, require_same, tightest
 from holdfast.planner.serve.offload import alternative, host_share, with_offload
 from holdfast.planner.serve.ranks import expert_parallel_said, refuse_with_ranks
 from holdfast.planner.serve.settle import longest_context
@@ -106,6 +106,8 @@ def make_gpu_plan(
     ranks = config.tensor_parallel_size * config.pipeline_parallel_size
     if ranks > 1:  # Of several engines each is given its own already.
         gpus, host = gpus_of_ranks(gpus, ranks) if config.data_parallel_size == 1 else gpus, None
+        if config.tensor_parallel_size > 1 and any(tensor.experts for tensor in spec.tensors):
+            require_same(gpus)
 
     def attempt(tried: EngineConfig) -> Plan:
         wanted = requested(tried.asked_quantization, spec.quantization, gguf=gguf, name=name)

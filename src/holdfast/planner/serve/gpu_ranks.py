@@ -102,6 +102,22 @@ def require_alike(gpus: Sequence[NvidiaGpu]) -> None:
             )
 
 
+def require_same(gpus: Sequence[NvidiaGpu]) -> None:
+    """Raises ConfigurationError, with the first rank whose GPU is another one than rank 0's. Each rank chooses experts
+    by itself: products are cut by what a GPU has, and a choice that is near could fall otherwise on another one."""
+    first = gpus[0]
+    for rank, gpu in enumerate(gpus):
+        if gpu.name != first.name:
+            raise ConfigurationError(
+                f"rank {rank} has {gpu.name} and rank 0 {first.name}: they may choose other experts for the same token",
+                code=NOT_WITH_RANKS,
+                needed="GPUs of one model for a mixture of experts",
+                found=", ".join(one.name for one in gpus),
+                fix=f"name GPUs that are the same in {RANK_GPUS}, or leave -tp out",
+                field="tensor_parallel_size",
+            )
+
+
 def tightest(gpus: Sequence[NvidiaGpu], utilization: float) -> tuple[int, Device]:
     """The rank whose GPU has the least for it, and that GPU as its device. Ranks of one GPU have equal parts of it."""
     sharing = Counter(gpu.uuid for gpu in gpus)
