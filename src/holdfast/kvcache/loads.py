@@ -9,7 +9,7 @@ Decides neither who waits nor how many are planned.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -152,6 +152,10 @@ class PageLoads:
         queued = [load for loads in self.queued.values() for load in loads]
         assert not any(load.page for load in queued), "a load has a page before it is planned"
         assert all(any(not one.dropped for one, _, _ in load.waits) for load in queued), "nobody waits for a load"
+        assert len({id(load) for load in queued}) == len(queued), "a load stands in line twice"
+        unplaced = Counter(id(one) for load in queued for one, _, _ in load.waits)
+        for one in (one for load in (*planned, *queued) for one, _, _ in load.waits if not one.dropped):
+            assert one.unplaced == unplaced[id(one)], f"{one.unplaced} pages count as unplaced, {unplaced[id(one)]} are"
         known = {id(load) for loads in self.by_key for load in loads.values()}
         found = {id(load) for load in (*planned, *queued) if not load.forgotten}
         assert known == found, "a load is not where it is looked for"

@@ -127,6 +127,11 @@ class KVCache:
         return self._pool.available
 
     @property
+    def blocks_promised(self) -> int:
+        """Of these, pages that loads will take which somebody waits for. Planning them changes both alike."""
+        return 0 if self.tiers is None else self.tiers.queued
+
+    @property
     def blocks_used(self) -> int:
         return self._pool.total - self._pool.available
 

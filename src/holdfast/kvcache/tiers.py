@@ -70,7 +70,12 @@ class LowerTiers:
     @property
     def copying(self) -> bool:
         """Something is on its way, or shall be."""
-        return bool(self._copies) or any(self._loads.queued.values())
+        return bool(self._copies) or self.queued > 0
+
+    @property
+    def queued(self) -> int:
+        """Loads that are not planned yet, each of which will take a page of the pool, whoever waits for it."""
+        return sum(map(len, self._loads.queued.values()))
 
     @property
     def pending(self) -> bool:

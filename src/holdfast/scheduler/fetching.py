@@ -97,11 +97,6 @@ class Fetching:
         """Those of them who need not wait for pages."""
         return [one for one in waiting if not self.awaits(one)] if self.sequences else waiting
 
-    @property
-    def unplaced(self) -> bool:
-        """Somebody waits for pages that are still to be taken from the pool."""
-        return any(one.book.unplaced for one in self.sequences)
-
     def whole_behind(self, sequence: Sequence, line: list[Sequence]) -> tuple[Sequence, Prefix] | None:
         """The next behind this one who need not compute more than a block, and wait for nothing; None: there is none,
         or somebody was passed often enough."""

@@ -178,6 +178,7 @@ class Scheduler(Results):
         when it is itself the youngest, it is the one that gives way."""
         while (reach := self.kv.reach(sequence.book)) <= sequence.scheduled and may_preempt:
             if self._fetching.drop_youngest():
+                self._worth_admitting = True
                 continue
             if self._pages_coming:
                 return 0
@@ -269,8 +270,9 @@ class Scheduler(Results):
         return bool(self._running or self._fetching.sequences or self._pages_coming)
 
     def _has_room(self, sequence: Sequence, prefix: Prefix, step_tokens: int) -> bool:
-        """Whether its whole prompt could be computed with the pages there are, and everybody else go on."""
-        if not self._running and not self._fetching.unplaced:
+        """Whether its whole prompt could be computed with the pages there are, and everybody else go on. Where nobody
+        runs it need not: nobody waits for who waits."""
+        if not self._running:
             return True
         wanted = prefix.idle + self.kv.blocks_owed(prefix.held, len(sequence.tokens), step_tokens)
         return wanted + self._set_aside(self._running, sequence) <= self.kv.blocks_available
@@ -280,8 +282,8 @@ class Scheduler(Results):
         return set_aside(self.kv, running, others, self.limits.max_num_batched_tokens)
 
     def _has_page(self, prefix: Prefix) -> bool:
-        """Whether a token could be written behind this prefix."""
-        return self.kv.blocks_available - prefix.idle >= len(self.kv.layout.groups)
+        """Whether a token could be written behind this prefix, without pages that loads will take."""
+        return self.kv.blocks_available - self.kv.blocks_promised - prefix.idle >= len(self.kv.layout.groups)
 
     @property
     def _pages_coming(self) -> bool:

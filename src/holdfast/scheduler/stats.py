@@ -76,11 +76,13 @@ def blocks_wanted(line: Line[Sequence], layout: KVLayout, limits: SchedulerLimit
 
 
 def set_aside(kv: KVCache, running: Line[Sequence], fetching: Iterable[Sequence], step_tokens: int) -> int:
-    """Pages to leave for these (and one more) when somebody is admitted: a block each to grow into, and what their
-    prompts still need. `fetching`: who waits with pages, and will run."""
+    """Pages to leave for these (and one more) when somebody is admitted: a block each to grow into, what their prompts
+    still need, and what loads will take. `fetching`: who waits with pages, and will run."""
     waiting = list(fetching)
     prefills = [other for other in running if other.pending > 1] + waiting
-    promised = sum(kv.blocks_owed(other.book.held, len(other.tokens), step_tokens) for other in prefills)
+    # What they wait for is no part of what each still needs: one load serves all who wait for it, and takes one page.
+    books = ((other.book.held + other.book.unplaced, len(other.tokens)) for other in prefills)
+    promised = kv.blocks_promised + sum(kv.blocks_owed(held, tokens, step_tokens) for held, tokens in books)
     return len(kv.layout.groups) * (len(running) + len(waiting) + 1) + promised
 
 

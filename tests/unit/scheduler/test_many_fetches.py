@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+
 from holdfast.kvcache import KVCache, KVLayout, Tier, TierLimits, form_groups
 from holdfast.records import Request, SamplingParams, StepPlan, StepResult
 from holdfast.scheduler import Scheduler, SchedulerLimits
@@ -259,3 +261,62 @@ def test_a_smaller_pool_does_not_wait_for_pages_that_are_saved_ahead() -> None:
     world.settle()
     assert world.scheduler.has_copies, "not all is saved"
     assert world.scheduler.save_before(390) is None
+
+
+def plan_while_nothing_comes(world: World, plans: int) -> None:
+    """As on a disk that hangs."""
+    for _ in range(plans):
+        plan_once(world)
+        world._due.clear()
+        world.apply()
+
+
+def test_loads_that_many_wait_for_are_promised_their_pages_once() -> None:
+    """After a restart all who share a system prompt wait for its pages; others have all other pages of the pool."""
+    world = open_world(300, 8, 4500, host_pages=1000, most_loading=4, loads_a_plan=4)
+    put_below(world, dict.fromkeys(("shared", "a", "b", "c"), 100))
+    for number in range(6):
+        world.add(f"{number} shared", 100 * BLOCK + 1, 1)
+    world.add("stranger", 40, 20)
+    plan_while_nothing_comes(world, 3)
+    assert "stranger" in world.first_s
+    assert len(world.scheduler._fetching.sequences) == 6
+    world.add("beside stranger", 40, 1)
+    plan_while_nothing_comes(world, 2)
+    assert "beside stranger" in world.first_s, "who comes while somebody runs waits for pages that are there"
+
+
+@pytest.mark.parametrize("most_loading", [4, 1024], ids=["few at once", "all at once"])
+def test_where_nobody_runs_nobody_waits_for_who_waits_for_pages(most_loading: int) -> None:
+    """However few pages are left beside those that the fetch will take, and were it to hang for ever."""
+    world = open_world(100, 1, 4500, host_pages=400, most_loading=most_loading, loads_a_plan=min(50, most_loading))
+    put_below(world, {"gone": 84, "other": 96})
+    world.add("again gone", 84 * BLOCK + 1, 1)
+    plan_while_nothing_comes(world, 1)
+    world.add("stranger", 30 * BLOCK, 1)
+    plan_while_nothing_comes(world, 2)
+    assert "stranger" in world.first_s
+    assert world.scheduler._fetching.sequences, "it needed no page that had been taken for the fetch"
+
+
+def test_pages_that_a_fetch_gives_back_are_seen_by_who_waits_behind_it() -> None:
+    """Who runs takes one of them, and another request, whose prompt is in the pool, has room by now."""
+    world = open_world(100, 1, 4500, host_pages=400, most_loading=30, loads_a_plan=30)
+    put_below(world, {"gone": 60, "other": 96})
+    world.add("first stream", 35 * BLOCK, 900)
+    world.run(lambda: "first stream" in world.first_s)
+    world.settle()
+    world.add("again gone", 60 * BLOCK + 1, 1)
+    plan_once(world)
+    world.now_s += 1
+    world.apply()  # Half of it has come, and of the rest nothing does.
+    world.add("second stream", 35 * BLOCK, 1)
+    plan_while_nothing_comes(world, 4)
+    assert world.scheduler._fetching.sequences
+    assert "second stream" not in world.first_s
+    for _ in range(6 * BLOCK):
+        plan_while_nothing_comes(world, 1)
+        if not world.scheduler._fetching.sequences:
+            break
+    plan_while_nothing_comes(world, 3)
+    assert "second stream" in world.first_s
