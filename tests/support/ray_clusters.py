@@ -105,8 +105,11 @@ def _started(folder: Path, cpus: list[int], gpus: int) -> RayCluster:
 
 
 def _main(folder: str, gpus: int, cpus: list[int]) -> None:
+    from ray._private.utils import get_ray_address_file
     from ray.cluster_utils import Cluster
 
+    # Where a cluster notes its address besides, whatever its own folder: there on machines that ran Ray before.
+    Path(get_ray_address_file(None)).parent.mkdir(parents=True, exist_ok=True)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # Ray prints.
     each = {"num_gpus": gpus, "object_store_memory": STORE_BYTES}

@@ -277,9 +277,7 @@ class KVCache:
         whether it is worth it to save what each holds. `awaited`: nothing is computed until the plan has been made."""
         if self.tiers is None:
             return []
-        pages = (
-            ([page for table in book.tables for page in table if page != NULL_PAGE], worth) for book, worth in running
-        )
+        pages = (([page for table in book.tables for page in table if page], worth) for book, worth in running)
         filled = self.layout.blocks_for(step_tokens) * len(self.layout.groups) if step_tokens else 0
         step = StepSize(step_tokens, filled, awaited and step_tokens > 0)
         if saves_only:
