@@ -433,17 +433,17 @@ def test_replicas_are_counted(ask: Ask) -> None:
 
 
 def test_only_what_that_engine_runs_is_offered_for_it(ask: Ask) -> None:
-    """Holdfast has no adapters on several GPUs: more of them are no remedy for it then. The best is the one whose
+    """Holdfast does not divide OLMo 2 among GPUs: more of them are no remedy for it then. The best is the one whose
     command is printed."""
     several = answer(ask("llama-3.1-70b", "rtx4090"), engine="holdfast")
     assert {"more_gpus", "bigger_gpu"} <= {way.kind for way in several.ways_out}
-    question = ask("llama-3.1-70b", "rtx4090", max_loras=1, max_lora_rank=16)
+    question = ask("olmo-2-32b", "rtx4090")
     assert {"more_gpus", "bigger_gpu"} <= {way.kind for way in answer(question, engine="vllm").ways_out}
     found = answer(question, engine="holdfast")
     assert "more_gpus" not in {way.kind for way in found.ways_out}
     assert found.best is not None
     assert found.commands["holdfast"].available
-    assert found.commands_of == found.ways_out[found.best].kind == "tiers"
+    assert found.commands_of == found.ways_out[found.best].kind == "quantization"
     brief = lines(found, brief=True, width=300)
     assert f"{found.best + 1}. {found.ways_out[found.best].change}" in "\n".join(brief)
-    assert f"Commands of remedy {found.best + 1}: tiers" in brief
+    assert any(line.startswith(f"Commands of remedy {found.best + 1}: ") for line in brief)
