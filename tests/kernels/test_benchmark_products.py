@@ -17,7 +17,7 @@ from benchmarks import gpu_kernels_quantized as products
 @pytest.mark.parametrize("name", [*products.SCALED, *products.BLOCKS])
 def test_products_of_every_format_are_right(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    # Kernels put numbers together from bits, and NumPy, which the interpreter computes with, has no bfloat16.
+    # As elsewhere here: the interpreter does not compute in bfloat16 as a GPU does.
     kind = torch.float16 if device.type == "cpu" else torch.bfloat16
     monkeypatch.setattr(products, "KIND", kind)
     product = products.Product(name, 128, 512, device=device, copies=2)
