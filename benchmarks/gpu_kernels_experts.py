@@ -14,11 +14,15 @@ from statistics import median
 
 import torch
 
+from holdfast.execution.gpu.cuda.int4_experts import against_int4_experts, expert_cut, multiply_int4
 from holdfast.execution.triton_kernels.experts import launch as experts
+from holdfast.execution.triton_kernels.experts.blocks import multiply_blocks
 from holdfast.execution.triton_kernels.experts.direct import multiply_dense, multiply_rounded
 from holdfast.execution.triton_kernels.experts.planes import RoundedRows, ScaledPlanes
 from holdfast.execution.triton_kernels.experts.rounding import round_rows
 from holdfast.execution.triton_kernels.experts.scaled import multiply_scaled
+from holdfast.execution.triton_kernels.quantized.blocks import BlockPlanes
+from holdfast.execution.weights.gguf_blocks import QuantizedMatrix
 from holdfast.execution.weights.scaled_matrix import ScaledMatrix
 from holdfast.footprint.scaled_layouts import ScaledLayout
 
@@ -30,13 +34,17 @@ GPU, KIND = torch.device("cuda"), torch.bfloat16
 SHAPES = {"30B-A3B": (128, 8, 2048, 768), "8x7B": (8, 2, 4096, 14336)}
 """(experts, chosen of them, hidden, inner)"""
 TOKENS = (1, 8, 64, 512, 4096, 8192)
-LAYOUTS = {
+MOST_COPIES = 48
+"""Of experts of whom one token chooses few."""
+LAYOUTS: dict[str, ScaledLayout | str | None] = {
     "bf16": None,
     "int4": ScaledLayout(codes="int4", scales="float16", group=128, zeros=True),
     "fp8": ScaledLayout(codes="fp8", group=128, group_rows=128, inputs="fp8"),
     "fp8 rows": ScaledLayout(codes="fp8", inputs="fp8"),
     "mxfp4": ScaledLayout(codes="mxfp4", scales="uint8", group=32),
+    "Q4_K": "Q4_K",
 }
+"""A name: GGUF's blocks."""
 
 Launch = Callable[[int], None]
 
@@ -61,13 +69,27 @@ def microseconds(launch: Launch, copies: int) -> float:
 
 
 class Stack:
-    """The same matrix of all experts, as it is kept, and its product."""
+    """The same matrix of all experts, as it is kept, and its product as a layer takes it."""
 
-    def __init__(self, layout: ScaledLayout | None, count: int, rows: int, columns: int) -> None:
+    def __init__(self, layout: ScaledLayout | str | None, count: int, rows: int, columns: int) -> None:
         self.layout, self.rows, self.columns = layout, rows, columns
+        self._in_cuda = False
         if layout is None:
             self.weight = torch.randn(count, rows, columns, dtype=KIND, device=GPU)
             self.nbytes = self.weight.nbytes
+            return
+        if isinstance(layout, str):
+            blocks = QuantizedMatrix(layout, count * rows, columns, GPU)
+            blocks.quants.random_(0, 256)
+            for plane in (blocks.scales, blocks.minimums):
+                if plane is not None:
+                    plane.fill_(1 / 1024)
+            if blocks.small is not None:
+                blocks.small.random_(0, 256)
+            self.blocks = BlockPlanes(
+                layout, blocks.quants, blocks.scales, blocks.minimums, blocks.high, blocks.small
+            )  # fmt: skip
+            self.nbytes = blocks.nbytes
             return
         matrix = ScaledMatrix(layout, count * rows, columns, GPU)
         matrix.codes.view(torch.uint8).random_(0, 120)
@@ -75,9 +97,10 @@ class Stack:
         if matrix.zeros is not None:
             matrix.zeros.random_(0, 16)
         self.planes, self.nbytes = ScaledPlanes(layout, matrix.codes, matrix.scales, matrix.zeros), matrix.nbytes
+        self._in_cuda = against_int4_experts(layout, count, rows, columns, KIND, GPU) is None
 
     def inputs(self, x: torch.Tensor) -> torch.Tensor | RoundedRows:
-        if self.layout is None or self.layout.inputs == "plain":
+        if not isinstance(self.layout, ScaledLayout) or self.layout.inputs == "plain":
             return x
         groups = x.shape[1] // self.layout.group if self.layout.group else 1
         codes = torch.empty(x.shape, dtype=torch.uint8, device=GPU)
@@ -97,6 +120,10 @@ class Stack:
             multiply_rounded(x, self.planes, lines, out, by_token=gated, activation=activation)
         elif self.layout is None:
             multiply_dense(x, self.weight, lines, out, by_token=gated, activation=activation)
+        elif isinstance(self.layout, str):
+            multiply_blocks(x, self.blocks, lines, out, by_token=gated, activation=activation)
+        elif self._in_cuda and (cut := expert_cut(len(out), lines.chosen_from, self.columns)) is not None:
+            multiply_int4(x, self.planes, lines, out, by_token=gated, activation=activation, cut=cut)
         else:
             multiply_scaled(x, self.planes, lines, out, by_token=gated, activation=activation)
 
@@ -104,7 +131,7 @@ class Stack:
 class Layer:
     """Copies of a layer's experts, and tokens that chose among them."""
 
-    def __init__(self, name: str, shape: tuple[int, int, int, int], tokens: int) -> None:
+    def __init__(self, name: str, shape: tuple[int, int, int, int], tokens: int, *, copies: int | None = None) -> None:
         count, chosen, hidden, inner = shape
         self.name, layout = name, LAYOUTS[name]
         self.lines = experts.ExpertAssignments.allocate(tokens, count, chosen, GPU)
@@ -116,7 +143,8 @@ class Layer:
         self.inner = torch.randn(pairs, inner, dtype=KIND, device=GPU)
         self.rows = torch.randn(pairs, hidden, dtype=KIND, device=GPU)
         first = Stack(layout, count, 2 * inner, hidden)
-        copies = max(1, min(8, round(CACHE_BYTES / (first.nbytes * self.used))))
+        # The last matrices are half as large, and copies of them are not to stay in cache either.
+        copies = copies or max(1, min(MOST_COPIES, round(2 * CACHE_BYTES / (first.nbytes * self.used))))
         self.gate_up = [first, *(Stack(layout, count, 2 * inner, hidden) for _ in range(copies - 1))]
         self.down = [Stack(layout, count, hidden, inner) for _ in range(copies)]
         self.taken, self.taken_inner = first.inputs(self.x), self.down[0].inputs(self.inner)

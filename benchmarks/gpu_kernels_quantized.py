@@ -9,12 +9,14 @@ step is measured elsewhere.
 from __future__ import annotations
 
 import argparse
+from functools import cached_property
 
 import torch
 
 from benchmarks.gpu_kernels_layer import CACHE_BYTES, HEADER, KIND, MEMORY_BYTES_S, Clock, Launch, random, rates
-from holdfast.execution.gpu.layers.quantized_linear import QuantizedGpuLinear, QuantizedWorkspace
+from holdfast.execution.gpu.layers.linear import Scratch, gpu_linear
 from holdfast.execution.layers.linear import QuantizedLinear
+from holdfast.execution.weights.gguf_block_types import KINDS
 from holdfast.execution.weights.gguf_blocks import QuantizedMatrix
 from holdfast.execution.weights.scaled_matrix import ScaledMatrix
 from holdfast.footprint.scaled_layouts import ScaledLayout
@@ -24,21 +26,31 @@ SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "dow
 ROWS = (1, 2, 8, 16, 32, 64, 128, 256, 8192)
 SCALED = {
     "awq": ScaledLayout(codes="int4", scales="float16", group=128, zeros=True),
+    "gptq": ScaledLayout(codes="int4", scales="float16", group=128),
     "gptq32": ScaledLayout(codes="int4", scales="float16", group=32),
     "nf4": ScaledLayout(codes="nf4", group=64),
     "mxfp4": ScaledLayout(codes="mxfp4", scales="uint8", group=32),
     "int8": ScaledLayout(codes="int8", scales="bfloat16"),
     "fp8": ScaledLayout(codes="fp8"),
+    "fp8 rounded": ScaledLayout(codes="fp8", inputs="fp8"),
+    "fp8 blocks": ScaledLayout(codes="fp8", inputs="fp8", group=128, group_rows=128, input_group=128),
+    "int8 rounded": ScaledLayout(codes="int8", inputs="int8"),
 }
-BLOCKS = ("Q4_K", "Q6_K", "Q4_0", "Q8_0", "Q5_K")
+"""Those whose inputs are rounded have a kernel for that before the product, with more than one row."""
+BLOCKS = tuple(KINDS)
+ERRORS = {"plain": 0.01, "int8": 0.03, "fp8": 0.06}
+"""Of a product, by what its inputs are rounded to."""
 CUDA = torch.device("cuda")
 
 
-def drawn(name: str, outputs: int, inputs: int) -> ScaledMatrix | QuantizedMatrix:
+def drawn(name: str, outputs: int, inputs: int, device: torch.device) -> ScaledMatrix | QuantizedMatrix:
     """Codes and scales at random; FP8's two codes that are no numbers are left out."""
     if name in SCALED:
-        matrix = ScaledMatrix(SCALED[name], outputs, inputs, CUDA)
-        matrix.codes.view(torch.uint8).random_(0, 127 if name == "fp8" else 256)
+        matrix = ScaledMatrix(SCALED[name], outputs, inputs, device)
+        codes = matrix.codes.view(torch.uint8)
+        codes.random_(0, 256)
+        if SCALED[name].codes == "fp8":
+            codes.masked_fill_(codes & 127 == 127, 0)
         if matrix.scales.dtype == torch.uint8:
             matrix.scales.random_(118, 122)
         else:
@@ -46,7 +58,7 @@ def drawn(name: str, outputs: int, inputs: int) -> ScaledMatrix | QuantizedMatri
         if matrix.zeros is not None:
             matrix.zeros.random_(0, 16)
         return matrix
-    blocks = QuantizedMatrix(name, outputs, inputs, CUDA)
+    blocks = QuantizedMatrix(name, outputs, inputs, device)
     for plane in (blocks.quants, blocks.high, blocks.small):
         if plane is not None:
             plane.view(torch.uint8).random_(0, 256)
@@ -57,19 +69,25 @@ def drawn(name: str, outputs: int, inputs: int) -> ScaledMatrix | QuantizedMatri
 
 
 class Product:
-    """Copies of one matrix, and one of what it stands for."""
+    """Copies of one matrix as a layer has it, and one of what it stands for."""
 
-    def __init__(self, name: str, outputs: int, inputs: int) -> None:
-        self._workspace = QuantizedWorkspace(KIND, CUDA)
-        first = drawn(name, outputs, inputs)
+    def __init__(
+        self, name: str, outputs: int, inputs: int, *, device: torch.device = CUDA, copies: int | None = None
+    ) -> None:
+        scratch = Scratch(KIND, device, max(ROWS))
+        first = drawn(name, outputs, inputs, device)
         self.bytes, self.outputs, self.inputs = first.nbytes, outputs, inputs
-        self.copies = 1 + int(CACHE_BYTES) // self.bytes
-        matrices = [first, *(drawn(name, outputs, inputs) for _ in range(self.copies - 1))]
-        self._linears = [QuantizedGpuLinear(QuantizedLinear(matrix, KIND), self._workspace) for matrix in matrices]
-        self.dense = torch.empty(outputs, inputs, dtype=KIND, device=CUDA)
-        for start in range(0, outputs, 1024):
+        self.copies = copies or 1 + int(CACHE_BYTES) // self.bytes
+        self._most_error = ERRORS[SCALED[name].inputs if name in SCALED else "plain"]
+        self.dense = torch.empty(outputs, inputs, dtype=KIND, device=device)
+        for start in range(0, outputs, 1024):  # Before it is put into the order of its kernels.
             first.dequantize(start, min(start + 1024, outputs), self.dense[start : start + 1024])
-        self.dense_copies = [self.dense, *(self.dense.clone() for _ in range(int(CACHE_BYTES) // self.dense.nbytes))]
+        matrices = [first, *(drawn(name, outputs, inputs, device) for _ in range(self.copies - 1))]
+        self._linears = [gpu_linear(QuantizedLinear(matrix, KIND), scratch) for matrix in matrices]
+
+    @cached_property
+    def dense_copies(self) -> list[torch.Tensor]:
+        return [self.dense, *(self.dense.clone() for _ in range(int(CACHE_BYTES) // self.dense.nbytes))]
 
     def ours(self, x: torch.Tensor, out: torch.Tensor) -> Launch:
         return lambda index: self._linears[index].write(x, out)
@@ -92,7 +110,7 @@ class Product:
         self.ours(x, out)(0)
         wanted = x.float() @ self.dense.float().t()
         error = (out.float() - wanted).norm() / wanted.norm()
-        if not error < 0.01:
+        if not error < self._most_error:
             raise SystemExit(f"{len(x)} rows, {self.outputs}x{self.inputs}: off by {float(error):.3f} of the result")
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from forced_tokens import forced
 from named_model import named_models, why_not
 
 from holdfast import LLM, SamplingParams
@@ -21,17 +22,6 @@ FEW = 8
 MEAN, MOST = 0.002, 0.03
 """Of |difference| of log-probabilities, in nats, in float32: sums are in another order, weights the same.
 Compiled products beside expanded weights, on a CPU with SmolLM2, were 0.00012 and 0.0012 apart."""
-
-
-def forced(llm: LLM, texts: list[list[int]]) -> list[list[float]]:
-    """The log-probability of each token but the first, given those before it."""
-    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, ignore_eos=True)
-    found = llm.generate([{"prompt_token_ids": ids} for ids in texts], params, use_tqdm=False)
-    scores = []
-    for ids, one in zip(texts, found, strict=True):
-        assert one.prompt_logprobs is not None
-        scores.append([place[token].logprob for token, place in zip(ids[1:], one.prompt_logprobs[1:], strict=True)])
-    return scores
 
 
 @pytest.mark.parametrize("name", named_models())

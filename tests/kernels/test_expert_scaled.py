@@ -33,6 +33,7 @@ PLAIN = {
     "nf4": ScaledLayout(codes="nf4", group=64),
     "mxfp4": ScaledLayout(codes="mxfp4", scales="uint8", group=32),
     "int8": ScaledLayout(codes="int8", scales="float16", group=128),
+    "int8 zeros": ScaledLayout(codes="int8", scales="float16", group=128, zeros=True),
     "fp8 rows": ScaledLayout(codes="fp8"),
     "fp8 blocks": ScaledLayout(codes="fp8", group=128, group_rows=128),
 }

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import quantized_files as written
@@ -49,6 +50,16 @@ FORMATS = {
         "int8",
     ),
 }
+
+ZEROS: dict[str, Any] = {"num_bits": 8, "type": "int", "strategy": "group", "group_size": 32, "symmetric": False}
+PLAIN = {
+    "w8a16": Format(written.compressed(ZEROS), written.pack_quantized(bits=8, symmetric=False)),
+    "gptq-8": Format(
+        {"quant_method": "gptq", "bits": 8, "group_size": 32, "sym": False, "desc_act": True},
+        written.gptq(bits=8, symmetric=False, ordered=True),
+    ),
+}
+"""Eight bits with zero points, whose inputs stay as they are."""
 
 
 class TinyRounded(Tiny):
@@ -106,3 +117,17 @@ def test_a_rounded_model_says_what_it_says_on_a_cpu(
     assert distance(found, expected) <= most * allowed
     if device.type == "cpu":
         assert [tokens_of(answer) for answer in found] == [tokens_of(answer) for answer in expected]
+
+
+@pytest.mark.usefixtures("few_programs")
+@pytest.mark.parametrize("name", ["w8a16", pytest.param("gptq-8", marks=pytest.mark.long)])
+def test_eight_bits_with_zero_points_say_what_they_say_on_a_cpu(
+    name: str, device: torch.device, tmp_path: Path
+) -> None:
+    tiny = TinyRounded(tmp_path, PLAIN[name])
+    prompts = [prompt(number, length) for number, length in enumerate((18, 2))]
+    params = [SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, logprobs=20)] * 2
+    found = run(tiny.core(device, gpu=True), prompts, params)
+    expected = run(tiny.core(CPU, gpu=False), prompts, params)
+    assert [tokens_of(answer) for answer in found] == [tokens_of(answer) for answer in expected]
+    assert distance(found, expected) < 1e-3

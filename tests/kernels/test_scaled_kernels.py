@@ -35,6 +35,8 @@ LAYOUTS = {
     "mxfp4": ScaledLayout(codes="mxfp4", scales="uint8", group=32),
     "int8": ScaledLayout(codes="int8", scales="bfloat16"),
     "int8 32": ScaledLayout(codes="int8", scales="float16", group=32),
+    "int8 zeros": ScaledLayout(codes="int8", scales="float16", group=128, zeros=True),
+    "int8 zero a row": ScaledLayout(codes="int8", scales="bfloat16", zeros=True),
     "fp8": ScaledLayout(codes="fp8"),
     "fp8 blocks": ScaledLayout(codes="fp8", group=128, group_rows=128),
 }
@@ -76,7 +78,8 @@ class Case:
         else:
             matrix.scales.copy_((torch.rand(matrix.scales.shape, generator=source) + 0.1) / 64)
         if matrix.zeros is not None:
-            matrix.zeros.copy_(torch.randint(0, 16, matrix.zeros.shape, generator=source, dtype=torch.uint8))
+            least, beyond = (0, 16) if layout.four_bits else (-128, 128)
+            matrix.zeros.copy_(torch.randint(least, beyond, matrix.zeros.shape, generator=source))
         if matrix.order is not None:
             matrix.order.copy_(torch.randperm(inputs, generator=source))
         exact = torch.empty(outputs, inputs, dtype=torch.float32)

@@ -86,7 +86,8 @@ class ExpertCase:
             wide = {"int4": 8, "nf4": 1, "int8": 100, "fp8": 200}[layout.codes]
             matrix.scales.copy_((torch.rand(matrix.scales.shape, generator=self.source) + 0.5) / wide)
         if matrix.zeros is not None:
-            matrix.zeros.copy_(self.integers(0, 16, matrix.zeros.shape))
+            least, beyond = (-128, 128) if layout.codes == "int8" else (0, 16)
+            matrix.zeros.copy_(self.integers(least, beyond, matrix.zeros.shape))
         return matrix
 
     def check(self, found: torch.Tensor, x: torch.Tensor, by_token: bool, unit: float) -> None:

@@ -40,8 +40,6 @@ def rounding_of(layout: ScaledLayout, capability: tuple[int, int]) -> Rounding:
 def gpu_lacks(layout: ScaledLayout, capability: tuple[int, int], *, experts: bool) -> str | None:
     """What of this layout no kernel for a GPU of this compute capability takes; None: it is multiplied there."""
     rounded = rounding_of(layout, capability).inputs != "plain"
-    if layout.codes == "int8" and layout.zeros:
-        return "eight-bit codes with zero points"
     if layout.ordered and rounded:
         return "columns in an order of their own"
     if not rounded:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from kv_divergence import hold_to_bounds, keys_have_bias
+from named_model import why_not
 from safetensors.torch import save_file
 
 from holdfast import LLM, SamplingParams
@@ -15,6 +17,7 @@ from holdfast.checkpoints.files import ModelFiles
 from holdfast.config import EngineConfig
 from holdfast.engine.startup.kv_scales import find_kv_scales
 from holdfast.execution.kv_scales import KVScales
+from holdfast.execution.runner import Runner as CpuRunner
 
 
 class Runner:
@@ -89,3 +92,15 @@ def test_the_built_in_model_answers_over_fp8_pages() -> None:
         with LLM(**settings) as other:
             # With what the allocator may round away: four bytes an element there, one here.
             assert llm.info.blocks >= 3.9 * other.info.blocks
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["qwen2.5-coder-0.5b", "smollm2"])
+def test_log_probabilities_stay_close_to_those_over_bfloat16(name: str) -> None:
+    """As tests/gpu/test_kv_float8.py holds a GPU."""
+    if (problem := why_not(name)) is not None:
+        pytest.skip(problem)
+    settings: dict[str, Any] = {"model": name, "device": "cpu", "kv_cache_memory_bytes": "256MiB"}
+    assert keys_have_bias(name) == name.startswith("qwen")
+    hold_to_bounds(settings, tokens=440, asked=20, runner=CpuRunner if keys_have_bias(name) else None)

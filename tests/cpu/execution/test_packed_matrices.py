@@ -149,6 +149,10 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32}
 GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
 NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_use_double_quant": True}
 W4A16 = written.compressed({"num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": False})
+W8A8 = written.compressed(
+    {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True},
+    {"num_bits": 8, "type": "int", "strategy": "tensor", "symmetric": True}, "int-quantized",
+)  # fmt: skip
 FP8 = {"quant_method": "fp8", "activation_scheme": "static"}
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [32, 32]}
 
@@ -211,6 +215,7 @@ BROKEN: list[tuple[str, dict[str, Any], written.Encoder, Callable[[Any], None], 
         "gptq with a zero point out of range", {**GPTQ, "sym": False}, written.gptq(symmetric=False),
         changed("qzeros", set_to(-1)), "m.qzeros",
     ),
+    ("gptq of other groups", GPTQ, written.gptq(64), lambda _: None, "m.qzeros"),
     ("gptq of other bits", GPTQ, written.gptq(bits=8), lambda _: None, "m.qweight"),
     (
         "w4a16 of another shape", W4A16, written.pack_quantized(symmetric=False),
@@ -221,6 +226,15 @@ BROKEN: list[tuple[str, dict[str, Any], written.Encoder, Callable[[Any], None], 
         "w4a16 with short scales", W4A16, written.pack_quantized(symmetric=False),
         changed("weight_scale", lambda part: part[:-1]), "m.weight_scale",
     ),
+    ("w4a16 of other groups", W4A16, written.pack_quantized(64, symmetric=False), lambda _: None, "m.weight_scale"),
+    (
+        "w4a16 with NaN", W4A16, written.pack_quantized(symmetric=False),
+        changed("weight_scale", set_to(float("nan"))), "m.weight_scale",
+    ),
+    ("w8a8 without scale", W8A8, written.int8(static=1.0), lost("weight_scale"), "m.weight_scale"),
+    ("w8a8 without the inputs' scale", W8A8, written.int8(), lambda _: None, "m.input_scale"),
+    ("w8a8 with a scale of zero for inputs", W8A8, written.int8(static=0.0), lambda _: None, "m.input_scale"),
+    ("w8a8 in floats", W8A8, written.fp8("channel", static=1.0), lambda _: None, "m.weight"),
     ("fp8 without scale", FP8, written.fp8(static=1.0), lost("weight_scale"), "m.weight_scale"),
     ("fp8 without the inputs' scale", FP8, written.fp8(), lambda _: None, "m.input_scale"),
     ("fp8 with a scale of zero for inputs", FP8, written.fp8(static=0.0), lambda _: None, "m.input_scale"),

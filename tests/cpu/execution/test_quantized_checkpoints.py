@@ -220,15 +220,6 @@ def test_dummies_of_four_bits_are_zero_on_the_average(zeros: bool) -> None:
     assert float(found.std()) == pytest.approx(512**-0.5, rel=0.1)
 
 
-def test_eight_bits_with_zero_points_are_refused_elsewhere(oracles: Callable[..., Any], tmp_path: Path) -> None:
-    """No kernel of a GPU takes them off."""
-    oracle = oracles("Llama", **LLAMA)
-    write_quantized(oracle.folder, tmp_path / "quantized", FORMATS["w8a16"])
-    spec, checkpoint = opened(tmp_path / "quantized")
-    with checkpoint, pytest.raises(CheckpointError, match=r"q_proj\.weight has eight-bit codes with zero points"):
-        load_weights(spec, checkpoint, dtype=torch.float32, device=torch.device("meta"), expand=False)
-
-
 @pytest.mark.parametrize(
     ("change", "word"),
     [

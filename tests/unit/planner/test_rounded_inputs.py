@@ -40,7 +40,7 @@ def test_workspaces_grow_with_tokens_and_widths() -> None:
 @pytest.mark.parametrize(
     ("layout", "capability", "experts", "lacking"),
     [
-        (ScaledLayout(codes="int8", zeros=True, group=128), (9, 0), False, "eight-bit codes with zero points"),
+        (ScaledLayout(codes="int8", zeros=True, group=128), (9, 0), False, None),
         (ScaledLayout(codes="int4", group=16), (9, 0), False, "groups of 16 columns"),
         (ScaledLayout(codes="int4", group=128, ordered=True), (9, 0), True, None),
         (ScaledLayout(codes="int8", inputs="int8", ordered=True), (9, 0), True, "an order of their own"),

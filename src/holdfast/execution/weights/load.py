@@ -17,7 +17,6 @@ import torch
 from holdfast.checkpoints.checkpoint import Checkpoint, piece_of
 from holdfast.checkpoints.files import StoredTensor
 from holdfast.checkpoints.validation.match import match
-from holdfast.errors import CheckpointError
 from holdfast.execution.device import packs_weights
 from holdfast.execution.layers.linear import (
     DenseLinear,
@@ -54,7 +53,6 @@ from holdfast.execution.weights.scaled_matrix import ScaledMatrix
 from holdfast.footprint.layouts import Quantize, memory_layout, scaled_layout
 from holdfast.footprint.scaled_layouts import ScaledLayout
 from holdfast.models import LayerSpec, ModelSpec, TensorSpec
-from holdfast.models.quantization import INSTEAD
 
 WORTH_TRIMMING_BYTES = 16 << 20
 """Held after loading and not weights: less than this is not waited for."""
@@ -296,13 +294,6 @@ class Loader:
     def fill_scaled(self, matrix: ScaledMatrix, first: int, name: str, expert: int | None = None) -> None:
         """The matrix of this name, or of one of its experts, to rows first, first+1, ..."""
         tensor = self.tensors[name]
-        if matrix.layout.codes == "int8" and matrix.layout.zeros and self.device.type != "cpu":
-            raise CheckpointError(
-                f"{tensor.hf_name} has eight-bit codes with zero points, which only a CPU multiplies",
-                needed="symmetric weights, or four bits",
-                fix=f"--device cpu, or {INSTEAD}",
-                field="quantization_config",
-            )
         if self.checkpoint is None:
             dummy = partial(fill_dummy_codes, tensor=whole_of(tensor), expert=expert)
             fill_cut(matrix, first, tensor, dummy)

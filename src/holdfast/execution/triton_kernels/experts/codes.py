@@ -300,7 +300,7 @@ def scaled_factors(
     codes, zero, FORM: tl.constexpr, kind: tl.constexpr, ZEROS: tl.constexpr, ASSEMBLED: tl.constexpr
 ):  # fmt: skip
     """What codes [lines, bytes] stand for: (of the first halves of pieces, of the second) where they have four bits,
-    else the same twice. `zero` [lines]: of whole numbers of four bits, where ZEROS are stored."""
+    else the same twice. `zero` [lines]: of whole numbers, where ZEROS are stored."""
     if FORM == "int4":
         taken = tl.full((1, 1), 8.0, tl.float32)
         if ZEROS:
@@ -315,4 +315,6 @@ def scaled_factors(
         return values, values
     else:
         values = codes.to(kind)
+        if ZEROS:
+            values -= zero.to(kind)[:, None]
         return values, values

@@ -1,9 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
 """Codes and scales of `footprint.scaled_layouts` read inside kernels.
 
-What a code stands for, less its zero point, is exact in every type that inputs have, but for NF4's table, which is
-rounded to it. FP8 is decoded by integers: GPUs before sm_89 have no conversion. ASSEMBLY: two elements at a time by
-PTX, for 16-bit types; the plain form says the same and is what the interpreter runs.
+What a code stands for, less its zero point, is exact in every type that inputs have (of eight bits it is 255 at most,
+and bfloat16 holds whole numbers to 256), but for NF4's table, which is rounded to it. FP8 is decoded by integers: GPUs
+before sm_89 have no conversion. ASSEMBLY: two elements at a time by PTX, for 16-bit types; the plain form says the same
+and is what the interpreter runs.
 """
 
 from __future__ import annotations

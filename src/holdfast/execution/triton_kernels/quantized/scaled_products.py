@@ -98,7 +98,10 @@ def _few_part(
         part = tl.dot(first, low, input_precision="ieee")
         part = tl.dot(second, high, part, input_precision="ieee")
     else:
-        part = tl.dot(eight_bit_values(codes, kind, CODES), low, input_precision="ieee")
+        values = eight_bit_values(codes, kind, CODES)
+        if ZEROS:
+            values -= zero.to(kind)[:, :, None]
+        part = tl.dot(values, low, input_precision="ieee")
     return part * scale_values(scale)[:, :, None]
 
 
@@ -227,7 +230,10 @@ def _elements(
         high = _scaled(high, scale, EXACT and CODES != "nf4", PIECE_BYTES).to(kind)
         return tl.join(low, high).permute(0, 2, 1).reshape(OUTPUTS, 2 * BYTES)
     else:
-        return _scaled(eight_bit_values(codes, VALUES, CODES), scale, EXACT, PIECE_BYTES).to(kind)
+        values = eight_bit_values(codes, VALUES, CODES)
+        if ZEROS:
+            values -= _spread(zero.to(kind), PIECE_BYTES)
+        return _scaled(values, scale, EXACT, PIECE_BYTES).to(kind)
 
 
 @triton.jit(do_not_specialize=["rows", "steps", "pieces"])

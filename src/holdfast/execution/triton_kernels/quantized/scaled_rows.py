@@ -51,15 +51,15 @@ def _expand_rows(
     # A scale of 0 where nothing is known, so that no code counts. Halves of a byte are in one group.
     at = row // GROUP_ROWS * groups + column // GROUP
     scale = tl.where(known, scale_values(tl.load(scales + at, mask=inside & known, other=0)), 0.0)
+    zero = tl.full((BYTES,), OFFSET if FOUR else 0.0, tl.float32)
+    if ZEROS:
+        zero = tl.load(zeros + at, mask=inside & known, other=0).to(tl.float32)
     if FOUR:
-        zero = tl.full((BYTES,), OFFSET, tl.float32)
-        if ZEROS:
-            zero = tl.load(zeros + at, mask=inside & known, other=0).to(tl.float32)
         low, high = four_bit_values(found, zero, tl.float32, CODES, False)
         _put_elements(place, order, column, low, scale, inside, ORDERED)
         _put_elements(place, order, column + 16, high, scale, inside, ORDERED)
     else:
-        _put_elements(place, order, column, eight_bit_values(found, tl.float32, CODES), scale, inside, ORDERED)
+        _put_elements(place, order, column, eight_bit_values(found, tl.float32, CODES) - zero, scale, inside, ORDERED)
 
 
 @triton.jit
