@@ -45,7 +45,7 @@ class StreamedLayers:
     layers: tuple[int, ...]
     """In their order."""
     sizes: tuple[int, ...]
-    """Of each of `layers` as it is kept and copied, in one piece with the gaps between its tensors."""
+    """Of each of `layers` where it is computed from, in one piece with the gaps between its tensors."""
     weights_bytes: int
     """Of all of them, as they would lie where they are computed."""
     on_disk: tuple[int, ...]
@@ -60,6 +60,22 @@ class StreamedLayers:
     resident_sizes: tuple[int, ...] | None = None
     """Beside a GPU: of the other layers, as `sizes`. They may change places with these while serving, so each has
     memory of its own. None: they stay where they are."""
+    saved: tuple[int, ...] = ()
+    """Of every layer, what it has less where it waits and on the link: four-bit zero points lie two to a byte there.
+    Empty: nothing."""
+
+    @property
+    def moved_sizes(self) -> tuple[int, ...]:
+        """Of each of `layers` where it waits, and as it is copied, at most."""
+        if not self.saved:
+            return self.sizes
+        pairs = zip(self.layers, self.sizes, strict=True)
+        return tuple(size - self.saved[layer] // PLACE_GRAIN_BYTES * PLACE_GRAIN_BYTES for layer, size in pairs)
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Of the largest where it waits: of a place in the file."""
+        return max(self.moved_sizes, default=0)
 
     @property
     def in_ram(self) -> tuple[int, ...]:
@@ -69,7 +85,7 @@ class StreamedLayers:
 
     @property
     def place_bytes(self) -> int:
-        """Of the largest: of a slot, and of a place in the file."""
+        """Of the largest where it is computed from: of a slot."""
         return max(self.sizes, default=0)
 
     @property
@@ -110,8 +126,8 @@ class StreamedLayers:
     def pinned_sizes(self) -> list[int]:
         """Of the pieces beside a GPU: the layers in RAM, then the slots that those of the file are read into, then the
         embedding if it is there, or its rows that are read."""
-        apart, sizes = set(self.on_disk), zip(self.layers, self.sizes, strict=True)
-        slots = [self.place_bytes] * self.read_slots
+        apart, sizes = set(self.on_disk), zip(self.layers, self.moved_sizes, strict=True)
+        slots = [self.waiting_bytes] * self.read_slots
         embedding = [with_gaps(self.embedding_bytes)] if self.embedding_bytes else []
         if self.embedding_on_disk:
             embedding = [STAGED_ROWS_BYTES]
@@ -128,18 +144,18 @@ class StreamedLayers:
     @property
     def embedding_offset(self) -> int:
         """In the file, behind the layers."""
-        return len(self.on_disk) * self.place_bytes
+        return len(self.on_disk) * self.waiting_bytes
 
     @property
     def moved_bytes(self) -> int:
         """In every step, into slots."""
-        return sum(self.sizes)
+        return sum(self.moved_sizes)
 
     @property
     def read_bytes(self) -> int:
         """In every step, from the disk."""
         apart = set(self.on_disk)
-        return sum(size for layer, size in zip(self.layers, self.sizes, strict=True) if layer in apart)
+        return sum(size for layer, size in zip(self.layers, self.moved_sizes, strict=True) if layer in apart)
 
 
 def streamed_layers(

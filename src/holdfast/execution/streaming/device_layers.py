@@ -5,6 +5,8 @@
                                                       as soon as the same half was computed from, in the next step too:
                                                       after 7 comes 1 again
 
+What travels is packed (layer_pieces.py), and spread in its slot before it is read.
+
 With two slots both halves of the next layer come while one is computed. Layers wait in pinned memory, or in a file,
 from which they pass through pinned buffers. The host asks for everything ahead of the GPU; fences on it keep a copy
 behind the last reader of its place, and a reader behind its copy. The order is always the same, so nothing is ever
@@ -17,6 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -25,12 +28,13 @@ import torch
 from holdfast.execution.gpu.memory.layer_ranges import LayerRanges
 from holdfast.execution.gpu.memory.virtual_memory import RangeError
 from holdfast.execution.memory import ALIGNED_BYTES, Arena
-from holdfast.execution.streaming.copies import Copies, back_rate
+from holdfast.execution.streaming.copies import Copies, Piece, back_rate
 from holdfast.execution.streaming.disk.embedding_rows import EmbeddingRows
 from holdfast.execution.streaming.disk.layer_file import LayerFile
 from holdfast.execution.streaming.disk.read_ahead import ReadAhead
+from holdfast.execution.streaming.layer_pieces import Extent, HalfLayer, divided
 from holdfast.execution.streaming.pinned_memory import PinnedMemory, as_device_memory
-from holdfast.footprint.streamed import StreamedLayers, ahead_of, one_less, one_more
+from holdfast.footprint.streamed import PAGE_BYTES, StreamedLayers, ahead_of, one_less, one_more
 from holdfast.observability.decisions import Decision
 from holdfast.records import LinkUse
 from holdfast.units import format_bytes
@@ -61,6 +65,8 @@ class DeviceLayers:
         self._sizes = dict(zip(streamed.layers, streamed.sizes, strict=True))
         if ranges is not None:
             self._sizes = dict(enumerate(streamed.all_sizes))
+        self._moved = dict(zip(streamed.layers, streamed.moved_sizes, strict=True))
+        """Bytes that travel, of those that were made exactly."""
         self._in_ram = dict(zip(streamed.in_ram, memory.pieces, strict=False))
         """What waits there; a layer that came to stay is still there, and may leave again at no cost."""
         self._piece = {layer: number for number, layer in enumerate(self._in_ram)}
@@ -96,6 +102,10 @@ class DeviceLayers:
         self._take_turns(streamed.layers, streamed.slots)
         self._cuts: dict[int, int] = {}
         """Bytes of the first half, by layer."""
+        self._divided: dict[int, tuple[HalfLayer, HalfLayer]] = {}
+        """Of those that were made."""
+        self._planes: list[Extent] = []
+        """Of the layer that is being made."""
         self._arena: Arena | None = None
         self._paused, self._possible, self._possible_disk = False, 0.0, 0.0
         self.possible_back = 0.0
@@ -158,8 +168,14 @@ class DeviceLayers:
                 half.layer = None
         elif self._ranges is not None:
             self._ranges.own(layer)
-        self._arena = Arena(self.place(layer)[: self._sizes[layer]])
+        self._arena, self._planes = Arena(self.place(layer)[: self._sizes[layer]]), []
         return self._arena
+
+    def pack(self, layer: int, numbers: torch.Tensor) -> None:
+        """These of its bytes are below 16, and may travel two in one."""
+        if len(numbers.view(-1)) % 2 == 0:
+            first = numbers.data_ptr() - self.place(layer).data_ptr()
+            self._planes.append((first, first + numbers.nbytes))
 
     def divide(self, layer: int) -> None:
         assert self._arena is not None, "an arena was given out"
@@ -173,18 +189,38 @@ class DeviceLayers:
 
     def keep(self, layer: int) -> None:
         """All of it was made. Of one that is streamed it goes to where it waits from now on."""
+        assert self._arena is not None, "an arena was given out"
+        self._divided[layer] = divided(self._cuts[layer], self._arena.used_bytes, self._planes)
+        self._moved[layer] = sum(half.nbytes for half in self._divided[layer])
         if layer not in self._number:
             return
-        slot = self._slot(layer)
-        whole = self.place(layer)[: self._sizes[layer]]
         if layer in self._in_ram:
             self._memory.wait(self._piece[layer])
-            self._copies.now(whole, self._in_ram[layer])
+            self._put(layer, self._in_ram[layer])
         else:
             assert self._on_disk is not None
-            self._on_disk.write(layer, whole)
-        for half in slot.halves:
-            half.layer = layer
+            self._on_disk.write(layer, lambda memory: self._put(layer, memory))
+        for half in self._slot(layer).halves:
+            half.layer, half.packed = layer, False
+
+    def _put(self, layer: int, memory: torch.Tensor) -> None:
+        """It goes from its place, where it stays too, to where it waits."""
+        place, first = self.place(layer), 0
+        for half in self._divided[layer]:
+            half.pack(place)
+            for piece in half.of(place):
+                self._copies.now(piece, memory[first : first + len(piece)])
+                first += len(piece)
+            half.spread(place)
+
+    def _pieces(self, layer: int, memory: torch.Tensor, number: int) -> list[Piece]:
+        """Of one of its halves, from where it waits to its place."""
+        first_half, half = self._divided[layer][0], self._divided[layer][number]
+        found, first = list[Piece](), first_half.nbytes if number else 0
+        for target in half.of(self.place(layer)):
+            found.append((memory[first : first + len(target)], target))
+            first += len(target)
+        return found
 
     @contextmanager
     def as_they_are(self) -> Iterator[None]:
@@ -250,6 +286,9 @@ class DeviceLayers:
         if half.waiting:
             self._send(half, beat)
         self._copies.await_copy(half.copied)
+        if half.packed:
+            half.packed, own, place = False, self._divided[layer][number], self.place(layer)
+            self._copies.launch(partial(own.spread, place))
 
     def _ask(self, layer: int, number: int) -> None:
         half, other = (self._slot(layer).halves[at] for at in (number, 1 - number))
@@ -264,9 +303,10 @@ class DeviceLayers:
         layer = half.layer
         assert layer is not None
         half.layer = None  # A disk may fail.
-        first, last = (0, self._cuts[layer]) if half.number == 0 else (self._cuts[layer], self._sizes[layer])
         source, marks = self._source(layer, beat)
-        self._copies.copy(source[first:last], self.place(layer)[first:last], half.read, [half.copied, *marks])
+        pieces = self._pieces(layer, source, half.number)
+        half.packed = bool(self._divided[layer][half.number].planes)
+        self._copies.copy_pieces(pieces, half.read, [half.copied, *marks])
         if self._on_disk is not None and marks and half.number == 1:
             self._on_disk.release()
         half.layer, half.waiting = layer, False
@@ -295,12 +335,12 @@ class DeviceLayers:
         """How fast layers come, measured as steps bring them, and what follows of it."""
         found = []
         if self._in_ram:
-            size, rate = sum(self._sizes[layer] for layer in self._in_ram), self._rate(list(self._in_ram))
+            size, rate = self.moved_with(list(self._in_ram)), self._rate(list(self._in_ram))
             step = f"a step copies {format_bytes(size)} from RAM and takes at least {size / rate:.2f} s"
             self._possible, self.possible_back = rate, self._rate_back(next(iter(self._in_ram)))
             found.append(Decision("link_copy", f"{rate / 1e9:.1f} GB/s", step, "measured"))
         if self._on_disk is not None and self._file is not None:
-            size, rate = self._streamed.read_bytes, self._rate(list(self._streamed.on_disk))
+            size, rate = self.moved_with(self._streamed.on_disk), self._rate(list(self._streamed.on_disk))
             self._possible_disk = rate
             how = "" if self._file.direct else "; through the page cache, since this file system has no direct reads"
             step = f"a step reads {format_bytes(size)} and takes at least {size / rate:.2f} s{how}"
@@ -313,12 +353,12 @@ class DeviceLayers:
         self._bring(layers[:1])  # What is only done once is done.
         began_s = time.monotonic()
         self._bring(layers)
-        return sum(self._sizes[layer] for layer in layers) / max(time.monotonic() - began_s, 1e-6)
+        return self.moved_with(layers) / max(time.monotonic() - began_s, 1e-6)
 
     def _rate_back(self, layer: int) -> float:
-        """Bytes a second, of a layer that goes back to where it waits, as it is there already."""
+        """Bytes a second, of what goes back to where it waits, as it is there already: packed."""
         self._bring([layer])
-        source, target = self.place(layer)[: self._sizes[layer]], self._in_ram[layer]
+        target, source = max(self._pieces(layer, self._in_ram[layer], 1), key=lambda piece: len(piece[0]))
         return back_rate(self._copies, source, target)
 
     def _bring(self, layers: list[int]) -> None:
@@ -345,14 +385,14 @@ class DeviceLayers:
 
     def moved_with(self, layers: Sequence[int]) -> int:
         """In every step, if these were streamed."""
-        return sum(self._sizes[layer] for layer in layers)
+        return sum(self._moved[layer] for layer in layers)
 
     def one_more(self, layers: Sequence[int]) -> tuple[int, ...] | None:
         """With one more streamed than these; None: there is none, or RAM has no room for it."""
         kept = {*self._in_ram, *self._streamed.on_disk}
-        room = self._room() - sum(self._sizes[layer] for layer in layers if layer not in kept)
+        room = self._room() - self.moved_with([layer for layer in layers if layer not in kept])
         others = [layer for layer in self._sizes if layer not in set(layers)]
-        able = [layer for layer in others if layer in kept or self._sizes[layer] <= room]
+        able = [layer for layer in others if layer in kept or self._moved[layer] <= room]
         found = one_more(layers, len(self._sizes), able, kept)
         return None if found is None else tuple(sorted((*layers, found)))
 
@@ -394,7 +434,11 @@ class DeviceLayers:
                 self._coming.add(layer)
             else:
                 assert self._on_disk is not None
-                self._on_disk.fetch(layer, self.place(layer)[: self._sizes[layer]])
+                memory = self._on_disk.fetch(layer)
+                for number, half in enumerate(self._divided[layer]):
+                    for source, target in self._pieces(layer, memory, number):
+                        self._copies.now(source, target)
+                    half.spread(self.place(layer))
 
     def _make_slots(self, wanted: int) -> int:
         """As many, or those that there are where somebody else took the memory that layers have left."""
@@ -425,16 +469,18 @@ class DeviceLayers:
     def _save(self, layer: int) -> None:
         """It is where it may wait."""
         if layer not in self._in_ram and layer not in self._streamed.on_disk:
-            whole = self.place(layer)[: self._sizes[layer]]
-            memory = self._memory.add(whole.nbytes)
-            self._copies.now(whole, memory)
+            memory = self._memory.add(-(-self._moved[layer] // PAGE_BYTES) * PAGE_BYTES)
+            self._put(layer, memory)
             self._in_ram[layer] = memory
 
     def _arrive(self, layer: int) -> None:
         """From where it waited, to stay: in its turn among those that are streamed, which is the order of need."""
-        never, copied = self._copies.mark(), self._copies.mark()
-        self._copies.copy(self._in_ram[layer], self.place(layer)[: self._sizes[layer]], never, [copied])
+        never, copied, place, own = self._copies.mark(), self._copies.mark(), self.place(layer), self._divided[layer]
+        pieces = [piece for number in (0, 1) for piece in self._pieces(layer, self._in_ram[layer], number)]
+        self._copies.copy_pieces(pieces, never, [copied])
         self._copies.await_copy(copied)
+        for half in own:
+            self._copies.launch(partial(half.spread, place))
         self._coming.discard(layer)
 
     def _take_turns(self, layers: Sequence[int], slots: int) -> None:
@@ -463,6 +509,7 @@ class DeviceLayers:
         self._fixed.clear()
         self._in_ram.clear()
         self._cuts.clear()
+        self._divided.clear()
         self._embedding = self._arena = None
 
 
@@ -480,4 +527,6 @@ class _Half:
         """Whose bytes are in it, or asked for."""
         self.waiting = False
         """For a disk: the copy is not launched."""
+        self.packed = False
+        """It is to be spread before it is read."""
         self.read, self.copied = copies.mark(), copies.mark()

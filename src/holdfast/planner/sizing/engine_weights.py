@@ -66,6 +66,10 @@ class EngineWeights:
             self.spec, self.stored, dtype=dtype, expand=expand, compiled=compiled, quantize=self.quantize
         )
 
+    def saved_by_layer(self, *, dtype: str) -> tuple[int, ...]:
+        """What each layer has less where it waits for a GPU."""
+        return cpu.saved_by_layer(self.spec, self.stored, dtype=dtype, quantize=self.quantize)
+
     def gathered_bytes(self, *, dtype: str) -> int:
         """Of an embedding that is not the head as well: a token reads one row of it."""
         if self.spec.tied_embeddings:
