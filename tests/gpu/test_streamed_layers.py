@@ -31,8 +31,8 @@ SHAPE: dict[str, Any] = {
     "num_hidden_layers": LAYERS, "num_attention_heads": 8, "head_dim": 128, "tie_word_embeddings": False,
 }  # fmt: skip
 FORMATS: dict[str, dict[str, Any]] = {
-    "float32": {"dtype": "float32"}, "bfloat16": {}, "awq": {}, "awq-files": {}, "fp8": {"quantization": "fp8"}, "q4_k": {},
-    "smollm2": {},
+    "float32": {"dtype": "float32"}, "bfloat16": {}, "awq": {}, "awq-files": {}, "fp8": {"quantization": "fp8"},
+    "q4_k": {}, "smollm2": {},
 }  # fmt: skip
 
 

@@ -32,8 +32,8 @@ from holdfast.execution.weights.decoder_weights import Weights
 from holdfast.execution.weights.load import load_weights
 from holdfast.kvcache import KVCache
 from holdfast.models import from_config
-from holdfast.records import EngineOutput, Request, SamplingParams, StructuredOutputsParams
 from holdfast.planner.sizing.engine_weights import EngineWeights
+from holdfast.records import EngineOutput, Request, SamplingParams, StructuredOutputsParams
 from holdfast.records.structured import Vocabulary
 from holdfast.scheduler import Scheduler, SchedulerLimits
 from holdfast.text.structured.client import GrammarService

@@ -216,9 +216,7 @@ def layer_bytes(
     return tuple(found[f"layers.{layer.index}"] for layer in spec.layers)
 
 
-def saved_by_layer(
-    spec: ModelSpec, stored: Stored, *, dtype: str, quantize: Quantize | None = None
-) -> tuple[int, ...]:
+def saved_by_layer(spec: ModelSpec, stored: Stored, *, dtype: str, quantize: Quantize | None = None) -> tuple[int, ...]:
     """What each layer has less where it waits for a GPU."""
     return _saved_by_layer(Same(spec), Same(stored), dtype, quantize)
 

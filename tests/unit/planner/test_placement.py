@@ -112,8 +112,15 @@ def test_every_streamed_layer_has_its_place(by_layer: list[int], data: st.DataOb
 @given(st.data())
 def test_a_packed_layer_has_room_where_it_waits(data: st.DataObject) -> None:
     """As much beyond its bytes, for the gaps between its tensors, as where it is computed."""
-    pairs = data.draw(st.lists(st.integers(1, 1 << 30).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n // 2)))
-                               .filter(lambda pair: pair[1] < pair[0]), min_size=1, max_size=40))
+    pairs = data.draw(
+        st.lists(
+            st.integers(1, 1 << 30)
+            .flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n // 2)))
+            .filter(lambda pair: pair[1] < pair[0]),
+            min_size=1,
+            max_size=40,
+        )
+    )
     by_layer, saved = [nbytes for nbytes, _ in pairs], tuple(less for _, less in pairs)
     found = beside_gpu(replace(streamed_layers(by_layer, len(by_layer) // 2, 0), saved=saved), by_layer)
     found = with_others_streamed(found, range(len(by_layer) - 1, -1, -2)[::-1])

@@ -117,9 +117,7 @@ class CudaCopies:
     ) -> None:
         self.copy_pieces([(source, target)], after, done)
 
-    def copy_pieces(
-        self, pieces: Sequence[Piece], after: torch.cuda.Event, done: Sequence[torch.cuda.Event]
-    ) -> None:
+    def copy_pieces(self, pieces: Sequence[Piece], after: torch.cuda.Event, done: Sequence[torch.cuda.Event]) -> None:
         self._send(pieces, after, done, due=True)
         self._schedule.due(sum(source.nbytes for source, _ in pieces))
         self._go_on()

@@ -296,9 +296,10 @@ class Loader:
 
     def travels(self, matrix: ScaledMatrix, layer: int | None) -> None:
         """Of a layer that may not stay on the GPU: its zero points may be packed meanwhile."""
-        if isinstance(self.slots, DeviceLayers) and layer is not None and layer in self.slots:
-            if matrix.layout.codes == "int4" and matrix.zeros is not None:
-                self.slots.pack(layer, matrix.zeros)
+        if matrix.layout.codes != "int4" or matrix.zeros is None or layer is None:
+            return
+        if isinstance(self.slots, DeviceLayers) and layer in self.slots:
+            self.slots.pack(layer, matrix.zeros)
 
     def fill_scaled(self, matrix: ScaledMatrix, first: int, name: str, expert: int | None = None) -> None:
         """The matrix of this name, or of one of its experts, to rows first, first+1, ..."""
