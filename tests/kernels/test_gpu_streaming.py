@@ -27,7 +27,7 @@ from holdfast.engine.requests.adapters import Adapters
 from holdfast.execution.batch import RunnerLimits
 from holdfast.execution.gpu.runner import GpuRunner
 from holdfast.execution.lora.slots import LoraLimits
-from holdfast.execution.streaming.device_layers import DeviceLayers
+from holdfast.execution.streaming.layer_pieces import LayerPieces
 from holdfast.execution.weights.decoder_weights import Weights
 from holdfast.execution.weights.load import load_weights
 from holdfast.kvcache import KVCache
@@ -151,9 +151,9 @@ def test_zero_points_that_travel_two_to_a_byte_change_nothing(
     config = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
     write_quantized(plain.folder, tmp_path / "quantized", Format(config, awq()))
     params = [SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=2)]
-    found, dice, packed, pack, counts = [], random.Random(3), list[int](), DeviceLayers.pack, set[int]()
+    found, dice, packed, pack, counts = [], random.Random(3), list[int](), LayerPieces.pack, set[int]()
     monkeypatch.setattr(_StreamedCodes, "on_disk", on_disk)
-    monkeypatch.setattr(DeviceLayers, "pack", lambda to, *which: (packed.append(which[1].numel()), pack(to, *which)))
+    monkeypatch.setattr(LayerPieces, "pack", lambda to, *which: (packed.append(which[1].numel()), pack(to, *which)))
     for kind in (_Kept, _StreamedCodes):
         model = kind.__new__(kind)
         model.folder = tmp_path / "quantized"

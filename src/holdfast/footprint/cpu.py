@@ -216,23 +216,6 @@ def layer_bytes(
     return tuple(found[f"layers.{layer.index}"] for layer in spec.layers)
 
 
-def saved_by_layer(spec: ModelSpec, stored: Stored, *, dtype: str, quantize: Quantize | None = None) -> tuple[int, ...]:
-    """What each layer has less where it waits for a GPU."""
-    return _saved_by_layer(Same(spec), Same(stored), dtype, quantize)
-
-
-@lru_cache(maxsize=64)
-def _saved_by_layer(
-    model: Same[ModelSpec], files: Same[Stored], dtype: str, quantize: Quantize | None
-) -> tuple[int, ...]:
-    found = Counter[str]()
-    held = held_tensors(model.held, files.held, dtype=dtype, expand=False, compiled=False, quantize=quantize)
-    for tensor, _, layout in held:
-        if isinstance(layout, ScaledLayout):
-            found[_layer_of(tensor.name)] += layout.saved_bytes(*_rows_and_columns(tensor), tensor.experts)
-    return tuple(found[f"layers.{layer.index}"] for layer in model.held.layers)
-
-
 def bytes_by_name(
     spec: ModelSpec, stored: Stored, *, dtype: str, expand: bool, compiled: bool, quantize: Quantize | None = None
 ) -> Mapping[str, int]:

@@ -8,10 +8,17 @@ Pure arithmetic: execution allocates by it, the planner counts by it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import prod
 
+from holdfast.checkpoints import StoredTensor
+from holdfast.footprint.cpu import held_tensors
+from holdfast.footprint.layouts import Quantize
+from holdfast.footprint.scaled_layouts import ScaledLayout
+from holdfast.models import ModelSpec
 from holdfast.units import MIB
 
 AHEAD = 1
@@ -167,6 +174,19 @@ def streamed_layers(
     apart = chosen if on_disk is None else evenly(chosen, on_disk)
     sizes = tuple(with_gaps(by_layer[layer]) for layer in chosen)
     return StreamedLayers(chosen, sizes, sum(by_layer[layer] for layer in chosen), apart)
+
+
+def saved_by_layer(
+    spec: ModelSpec, stored: Mapping[str, StoredTensor] | None, *, dtype: str, quantize: Quantize | None = None
+) -> tuple[int, ...]:
+    """What each layer has less where it waits for a GPU."""
+    found = Counter[int | None]()
+    held = held_tensors(spec, stored, dtype=dtype, expand=False, compiled=False, quantize=quantize)
+    for tensor, _, layout in held:
+        if isinstance(layout, ScaledLayout):
+            *stacked, rows, columns = tensor.shape
+            found[tensor.layer] += layout.saved_bytes(prod(stacked) * rows, columns, tensor.experts)
+    return tuple(found[layer.index] for layer in spec.layers)
 
 
 def beside_gpu(streamed: StreamedLayers, by_layer: Sequence[int]) -> StreamedLayers:

@@ -84,7 +84,7 @@ def made(
         layers.divide(layer)
         arena.tensor(second.shape, torch.uint8, CPU).copy_(second)
         for begin, end in planes(layer, size) if packed else ():
-            layers.pack(layer, layers.place(layer)[begin:end])
+            layers.pieces.pack(layers.place(layer), layers.place(layer)[begin:end])
         layers.keep(layer)
     return layers
 

@@ -28,11 +28,11 @@ import torch
 from holdfast.execution.gpu.memory.layer_ranges import LayerRanges
 from holdfast.execution.gpu.memory.virtual_memory import RangeError
 from holdfast.execution.memory import ALIGNED_BYTES, Arena
-from holdfast.execution.streaming.copies import Copies, Piece, back_rate
+from holdfast.execution.streaming.copies import Copies, back_rate
 from holdfast.execution.streaming.disk.embedding_rows import EmbeddingRows
 from holdfast.execution.streaming.disk.layer_file import LayerFile
 from holdfast.execution.streaming.disk.read_ahead import ReadAhead
-from holdfast.execution.streaming.layer_pieces import Extent, HalfLayer, divided
+from holdfast.execution.streaming.layer_pieces import BOTH, LayerPieces
 from holdfast.execution.streaming.pinned_memory import PinnedMemory, as_device_memory
 from holdfast.footprint.streamed import PAGE_BYTES, StreamedLayers, ahead_of, one_less, one_more
 from holdfast.observability.decisions import Decision
@@ -65,8 +65,7 @@ class DeviceLayers:
         self._sizes = dict(zip(streamed.layers, streamed.sizes, strict=True))
         if ranges is not None:
             self._sizes = dict(enumerate(streamed.all_sizes))
-        self._moved = dict(zip(streamed.layers, streamed.moved_sizes, strict=True))
-        """Bytes that travel, of those that were made exactly."""
+        self.pieces = LayerPieces(dict(zip(streamed.layers, streamed.moved_sizes, strict=True)))
         self._in_ram = dict(zip(streamed.in_ram, memory.pieces, strict=False))
         """What waits there; a layer that came to stay is still there, and may leave again at no cost."""
         self._piece = {layer: number for number, layer in enumerate(self._in_ram)}
@@ -102,10 +101,6 @@ class DeviceLayers:
         self._take_turns(streamed.layers, streamed.slots)
         self._cuts: dict[int, int] = {}
         """Bytes of the first half, by layer."""
-        self._divided: dict[int, tuple[HalfLayer, HalfLayer]] = {}
-        """Of those that were made."""
-        self._planes: list[Extent] = []
-        """Of the layer that is being made."""
         self._arena: Arena | None = None
         self._paused, self._possible, self._possible_disk = False, 0.0, 0.0
         self.possible_back = 0.0
@@ -168,14 +163,9 @@ class DeviceLayers:
                 half.layer = None
         elif self._ranges is not None:
             self._ranges.own(layer)
-        self._arena, self._planes = Arena(self.place(layer)[: self._sizes[layer]]), []
+        self.pieces.begin()
+        self._arena = Arena(self.place(layer)[: self._sizes[layer]])
         return self._arena
-
-    def pack(self, layer: int, numbers: torch.Tensor) -> None:
-        """These of its bytes are below 16, and may travel two in one."""
-        if len(numbers.view(-1)) % 2 == 0:
-            first = numbers.data_ptr() - self.place(layer).data_ptr()
-            self._planes.append((first, first + numbers.nbytes))
 
     def divide(self, layer: int) -> None:
         assert self._arena is not None, "an arena was given out"
@@ -190,8 +180,7 @@ class DeviceLayers:
     def keep(self, layer: int) -> None:
         """All of it was made. Of one that is streamed it goes to where it waits from now on."""
         assert self._arena is not None, "an arena was given out"
-        self._divided[layer] = divided(self._cuts[layer], self._arena.used_bytes, self._planes)
-        self._moved[layer] = sum(half.nbytes for half in self._divided[layer])
+        self.pieces.made(layer, self._cuts[layer], self._arena.used_bytes)
         if layer not in self._number:
             return
         if layer in self._in_ram:
@@ -204,23 +193,7 @@ class DeviceLayers:
             half.layer, half.packed = layer, False
 
     def _put(self, layer: int, memory: torch.Tensor) -> None:
-        """It goes from its place, where it stays too, to where it waits."""
-        place, first = self.place(layer), 0
-        for half in self._divided[layer]:
-            half.pack(place)
-            for piece in half.of(place):
-                self._copies.now(piece, memory[first : first + len(piece)])
-                first += len(piece)
-            half.spread(place)
-
-    def _pieces(self, layer: int, memory: torch.Tensor, number: int) -> list[Piece]:
-        """Of one of its halves, from where it waits to its place."""
-        first_half, half = self._divided[layer][0], self._divided[layer][number]
-        found, first = list[Piece](), first_half.nbytes if number else 0
-        for target in half.of(self.place(layer)):
-            found.append((memory[first : first + len(target)], target))
-            first += len(target)
-        return found
+        self.pieces.put(layer, memory, self.place(layer), self._copies)
 
     @contextmanager
     def as_they_are(self) -> Iterator[None]:
@@ -287,8 +260,8 @@ class DeviceLayers:
             self._send(half, beat)
         self._copies.await_copy(half.copied)
         if half.packed:
-            half.packed, own, place = False, self._divided[layer][number], self.place(layer)
-            self._copies.launch(partial(own.spread, place))
+            half.packed = False
+            self._copies.launch(partial(self.pieces.spread, layer, self.place(layer), number))
 
     def _ask(self, layer: int, number: int) -> None:
         half, other = (self._slot(layer).halves[at] for at in (number, 1 - number))
@@ -304,9 +277,9 @@ class DeviceLayers:
         assert layer is not None
         half.layer = None  # A disk may fail.
         source, marks = self._source(layer, beat)
-        pieces = self._pieces(layer, source, half.number)
-        half.packed = bool(self._divided[layer][half.number].planes)
-        self._copies.copy_pieces(pieces, half.read, [half.copied, *marks])
+        half.packed = self.pieces.packed(layer, half.number)
+        pairs = self.pieces.pairs(layer, source, self.place(layer), half.number)
+        self._copies.copy_pieces(pairs, half.read, [half.copied, *marks])
         if self._on_disk is not None and marks and half.number == 1:
             self._on_disk.release()
         half.layer, half.waiting = layer, False
@@ -358,8 +331,9 @@ class DeviceLayers:
     def _rate_back(self, layer: int) -> float:
         """Bytes a second, of what goes back to where it waits, as it is there already: packed."""
         self._bring([layer])
-        target, source = max(self._pieces(layer, self._in_ram[layer], 1), key=lambda piece: len(piece[0]))
-        return back_rate(self._copies, source, target)
+        pairs = self.pieces.pairs(layer, self._in_ram[layer], self.place(layer), *BOTH)
+        waiting, here = max(pairs, key=lambda pair: len(pair[0]))
+        return back_rate(self._copies, here, waiting)
 
     def _bring(self, layers: list[int]) -> None:
         for layer in layers:
@@ -385,14 +359,14 @@ class DeviceLayers:
 
     def moved_with(self, layers: Sequence[int]) -> int:
         """In every step, if these were streamed."""
-        return sum(self._moved[layer] for layer in layers)
+        return self.pieces.nbytes(layers)
 
     def one_more(self, layers: Sequence[int]) -> tuple[int, ...] | None:
         """With one more streamed than these; None: there is none, or RAM has no room for it."""
         kept = {*self._in_ram, *self._streamed.on_disk}
         room = self._room() - self.moved_with([layer for layer in layers if layer not in kept])
         others = [layer for layer in self._sizes if layer not in set(layers)]
-        able = [layer for layer in others if layer in kept or self._moved[layer] <= room]
+        able = [layer for layer in others if layer in kept or self.moved_with([layer]) <= room]
         found = one_more(layers, len(self._sizes), able, kept)
         return None if found is None else tuple(sorted((*layers, found)))
 
@@ -434,11 +408,7 @@ class DeviceLayers:
                 self._coming.add(layer)
             else:
                 assert self._on_disk is not None
-                memory = self._on_disk.fetch(layer)
-                for number, half in enumerate(self._divided[layer]):
-                    for source, target in self._pieces(layer, memory, number):
-                        self._copies.now(source, target)
-                    half.spread(self.place(layer))
+                self.pieces.fetch(layer, self._on_disk.fetch(layer), self.place(layer), self._copies)
 
     def _make_slots(self, wanted: int) -> int:
         """As many, or those that there are where somebody else took the memory that layers have left."""
@@ -469,18 +439,17 @@ class DeviceLayers:
     def _save(self, layer: int) -> None:
         """It is where it may wait."""
         if layer not in self._in_ram and layer not in self._streamed.on_disk:
-            memory = self._memory.add(-(-self._moved[layer] // PAGE_BYTES) * PAGE_BYTES)
+            memory = self._memory.add(-(-self.moved_with([layer]) // PAGE_BYTES) * PAGE_BYTES)
             self._put(layer, memory)
             self._in_ram[layer] = memory
 
     def _arrive(self, layer: int) -> None:
         """From where it waited, to stay: in its turn among those that are streamed, which is the order of need."""
-        never, copied, place, own = self._copies.mark(), self._copies.mark(), self.place(layer), self._divided[layer]
-        pieces = [piece for number in (0, 1) for piece in self._pieces(layer, self._in_ram[layer], number)]
-        self._copies.copy_pieces(pieces, never, [copied])
+        never, copied = self._copies.mark(), self._copies.mark()
+        place = self.place(layer)
+        self._copies.copy_pieces(self.pieces.pairs(layer, self._in_ram[layer], place, *BOTH), never, [copied])
         self._copies.await_copy(copied)
-        for half in own:
-            self._copies.launch(partial(half.spread, place))
+        self._copies.launch(partial(self.pieces.spread, layer, place, *BOTH))
         self._coming.discard(layer)
 
     def _take_turns(self, layers: Sequence[int], slots: int) -> None:
@@ -509,7 +478,6 @@ class DeviceLayers:
         self._fixed.clear()
         self._in_ram.clear()
         self._cuts.clear()
-        self._divided.clear()
         self._embedding = self._arena = None
 
 

@@ -299,7 +299,7 @@ class Loader:
         if matrix.layout.codes != "int4" or matrix.zeros is None or layer is None:
             return
         if isinstance(self.slots, DeviceLayers) and layer in self.slots:
-            self.slots.pack(layer, matrix.zeros)
+            self.slots.pieces.pack(self.slots.place(layer), matrix.zeros)
 
     def fill_scaled(self, matrix: ScaledMatrix, first: int, name: str, expert: int | None = None) -> None:
         """The matrix of this name, or of one of its experts, to rows first, first+1, ..."""
