@@ -31,8 +31,8 @@ SHAPE: dict[str, Any] = {
     "num_hidden_layers": LAYERS, "num_attention_heads": 8, "head_dim": 128, "tie_word_embeddings": False,
 }  # fmt: skip
 FORMATS: dict[str, dict[str, Any]] = {
-    "float32": {"dtype": "float32"}, "bfloat16": {}, "awq": {}, "fp8": {"quantization": "fp8"}, "q4_k": {},
-    "smollm2": {},
+    "float32": {"dtype": "float32"}, "bfloat16": {}, "awq": {}, "awq-files": {}, "fp8": {"quantization": "fp8"},
+    "q4_k": {}, "smollm2": {},
 }  # fmt: skip
 
 
@@ -49,6 +49,10 @@ def stored(kind: str, folder: Path) -> dict[str, Any]:
         if not path.exists():
             random_checkpoints.write_q4_k(SHAPE, path)
         return {"model": str(path)}
+    if kind == "awq-files":  # Whose zero points are not all the same.
+        if not (folder / "config.json").exists():
+            random_checkpoints.write_awq(SHAPE, folder)
+        return {"model": str(folder)}
     config = random_checkpoints.awq_config(SHAPE) if kind == "awq" else SHAPE
     (folder / "config.json").write_text(json.dumps(config))
     return {"model": str(folder), "load_format": "dummy"}
@@ -74,7 +78,9 @@ def answers(
         weights = EngineWeights(found.spec, checkpoint, plan.engine.quantize)
         by_layer = weights.by_layer(dtype=plan.dtype)
         placed = beside_gpu(streamed_layers(by_layer, streamed, on_disk), by_layer)
-        placed = replace(placed, ahead=0 if all_apart(placed.layers) else 1)
+        saved = weights.saved_by_layer(dtype=plan.dtype)
+        assert any(saved) == kind.startswith("awq")
+        placed = replace(placed, ahead=0 if all_apart(placed.layers) else 1, saved=saved)
         if embedding:
             placed = replace(placed, embedding_bytes=weights.gathered_bytes(dtype=plan.dtype))
         plan = replace(plan, own=replace(plan.engine, streamed=placed))
@@ -106,12 +112,13 @@ class PoisonedCopies(CudaCopies):
 
     least_cycles, most_cycles = 0, 4_000_000
 
-    def copy(self, source: torch.Tensor, target: torch.Tensor, after: Any, done: Any) -> None:
+    def copy_pieces(self, pieces: Any, after: Any, done: Any) -> None:
         self._stream.wait_event(after)
         with torch.cuda.stream(self._stream):
-            target.fill_(0xFF)
+            for _, target in pieces:
+                target.fill_(0xFF)
             torch.cuda._sleep(random.randint(self.least_cycles, self.most_cycles))
-        super().copy(source, target, after, done)
+        super().copy_pieces(pieces, after, done)
 
     def await_copy(self, mark: Any) -> None:
         super().await_copy(mark)

@@ -13,7 +13,9 @@ import torch
 from prompt_scores import assert_scores
 from tiny_gpu import Tiny, TinyGguf, prompt, run, tokens_of, told_of
 
+from holdfast.execution.gpu import runner as gpu_runner
 from holdfast.execution.gpu.batch_sizes import padded_sizes
+from holdfast.execution.gpu.memory import oom
 from holdfast.execution.gpu.sampling import Work
 from holdfast.records import SamplingParams
 
@@ -152,24 +154,27 @@ def test_the_profile_run_scores_every_token_of_its_prompts(
     tiny.assert_greedy(asked, tokens_of(outputs))
 
 
-def test_a_runner_waits_for_its_device_before_graphs_go(
-    tiny: Tiny, device: torch.device, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("graphs", [True, False])
+def test_a_runner_waits_for_its_device_before_anything_goes(
+    graphs: bool, tiny: Tiny, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may be closed while the step after the last one that was read is still computed."""
+    """It may be closed while the step after the last one that was read is still computed; without graphs, too: pages go
+    first then."""
     runner, order = tiny.core(device, gpu=True, slots=2).runner, list[str]()
 
     class Graphs:
         def close(self) -> None:
             order.append("graphs are closed")
 
-    waited = torch.cuda.synchronize
+    pages, close = runner.kv, runner.kv.close
 
-    def wait(device: torch.device) -> None:
+    def finish(device: torch.device) -> None:
         order.append("waited")
-        if device.type == "cuda":
-            waited(device)
+        oom.finish(device)
 
-    monkeypatch.setattr(torch.cuda, "synchronize", wait)
-    monkeypatch.setattr(runner, "_graphs", Graphs())
+    monkeypatch.setattr(gpu_runner, "finish", finish)
+    monkeypatch.setattr(pages, "close", lambda: (order.append("pages go"), close()))
+    if graphs:
+        monkeypatch.setattr(runner, "_graphs", Graphs())
     runner.close()
-    assert order[:2] == ["waited", "graphs are closed"]
+    assert order == ["waited", *(["graphs are closed"] if graphs else []), "pages go"]

@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from lora_adapters import merge, write_adapter
-from quantized_files import Format, gptq, write_quantized
+from quantized_files import Format, awq, gptq, write_quantized
 from safetensors.torch import load_file, save_file
 from streamed_tiny import Streamed
 from tiny_gpu import Tiny, prompt, run, tokens_of
@@ -27,10 +27,12 @@ from holdfast.engine.requests.adapters import Adapters
 from holdfast.execution.batch import RunnerLimits
 from holdfast.execution.gpu.runner import GpuRunner
 from holdfast.execution.lora.slots import LoraLimits
+from holdfast.execution.streaming.layer_pieces import LayerPieces
 from holdfast.execution.weights.decoder_weights import Weights
 from holdfast.execution.weights.load import load_weights
 from holdfast.kvcache import KVCache
 from holdfast.models import from_config
+from holdfast.planner.sizing.engine_weights import EngineWeights
 from holdfast.records import EngineOutput, Request, SamplingParams, StructuredOutputsParams
 from holdfast.records.structured import Vocabulary
 from holdfast.scheduler import Scheduler, SchedulerLimits
@@ -136,6 +138,42 @@ def test_experts_in_act_order_are_those_of_a_model_that_stays(tmp_path: Path, de
         [outputs] = run(model.core(device, gpu=True, slots=2), [prompt(1, 6)], params)
         found.append([(one.token_ids, one.logprobs) for one in outputs])
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("on_disk", [0, 1])
+@pytest.mark.usefixtures("few_programs")
+def test_zero_points_that_travel_two_to_a_byte_change_nothing(
+    on_disk: int, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, whether layers come for every step, come to stay, or leave."""
+    shape = {"num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 2, "tie_word_embeddings": False}
+    plain = Tiny(tmp_path / "plain", "Llama", **shape)
+    config = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+    write_quantized(plain.folder, tmp_path / "quantized", Format(config, awq()))
+    params = [SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=2)]
+    found, dice, packed, pack, counts = [], random.Random(3), list[int](), LayerPieces.pack, set[int]()
+    monkeypatch.setattr(_StreamedCodes, "on_disk", on_disk)
+    monkeypatch.setattr(LayerPieces, "pack", lambda to, *which: (packed.append(which[1].numel()), pack(to, *which)))
+    for kind in (_Kept, _StreamedCodes):
+        model = kind.__new__(kind)
+        model.folder = tmp_path / "quantized"
+        model.spec = from_config(json.loads((model.folder / "config.json").read_text()))
+        core = model.core(device, gpu=True, slots=2)
+        if isinstance(model, _StreamedCodes):
+            layers, step = model.layers, core.step
+            assert sum(packed) == 2 * sum(model.saved(EngineWeights(model.spec, None, None))) > 0
+
+            def moved() -> list[EngineOutput]:
+                layers.change([layer for layer in range(4) if dice.random() < 0.6])  # noqa: B023
+                counts.add(len(layers.streamed))  # noqa: B023
+                return step()  # noqa: B023
+
+            core.step = moved  # type: ignore[method-assign]
+        [outputs] = run(core, [prompt(1, 6)], params)
+        found.append([(one.token_ids, one.logprobs) for one in outputs])
+        core.close()
+    assert found[0] == found[1]
+    assert len(counts) > 2
 
 
 class _StreamedCodes(Streamed):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from holdfast.execution.streaming.copies import Piece
 from holdfast.execution.streaming.pinned_memory import PinnedMemory
 from holdfast.records import LinkUse
 
@@ -55,26 +56,32 @@ class SimulatedCopies:
         mark.clear()  # What is launched on a CPU is computed.
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, after: list[_Copy], done: Sequence[list[_Copy]]) -> None:
-        self._begin(source, target, done)
-        self.copied.append(source.nbytes)
+        self.copy_pieces([(source, target)], after, done)
+
+    def copy_pieces(self, pieces: Sequence[Piece], after: list[_Copy], done: Sequence[list[_Copy]]) -> None:
+        self._begin(pieces, done)
+        self.copied.append(sum(source.nbytes for source, _ in pieces))
+
+    def launch(self, work: Callable[[], None]) -> None:
+        work()
 
     def copy_later(
         self, source: torch.Tensor, target: torch.Tensor, after: list[_Copy], done: Sequence[list[_Copy]]
     ) -> None:
-        self._begin(source, target, done)
+        self._begin([(source, target)], done)
         self.later.append(source.nbytes)
 
     def copy_back(
         self, source: torch.Tensor, target: torch.Tensor, after: list[_Copy], done: Sequence[list[_Copy]]
     ) -> None:
-        self._begin(source, target, done)
+        self._begin([(source, target)], done)
         self.back.append(source.nbytes)
 
-    def _begin(self, source: torch.Tensor, target: torch.Tensor, done: Sequence[list[_Copy]]) -> None:
-        copy = _Copy(source, target)
-        self._late = [*(one for one in self._late if not one.arrived), copy]
+    def _begin(self, pieces: Sequence[Piece], done: Sequence[list[_Copy]]) -> None:
+        copies = [_Copy(source, target) for source, target in pieces]
+        self._late = [*(one for one in self._late if not one.arrived), *copies]
         for mark in done:
-            mark[:] = [copy]
+            mark[:] = copies
 
     def await_copy(self, mark: list[_Copy]) -> None:
         self.wait(mark)
@@ -174,13 +181,20 @@ class QueuedCopies:
         self._set(self._computing, mark)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, after: _Mark, done: Sequence[_Mark]) -> None:
+        self.copy_pieces([(source, target)], after, done)
+
+    def copy_pieces(self, pieces: Sequence[Piece], after: _Mark, done: Sequence[_Mark]) -> None:
         self._await(self._link, after)
+        for source, target in pieces:
+            self._copy(source, target)
+        for mark in done:
+            self._set(self._link, mark)
+
+    def _copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         self._link.append(lambda: target.fill_(POISON) is target)
         half = len(source) // 2
         self._link.append(lambda: target[:half].copy_(source[:half]) is not None)
         self._link.append(lambda: target[half : len(source)].copy_(source[half:]) is not None)
-        for mark in done:
-            self._set(self._link, mark)
 
     def copy_later(self, source: torch.Tensor, target: torch.Tensor, after: _Mark, done: Sequence[_Mark]) -> None:
         raise AssertionError("weights have a deadline")

@@ -32,17 +32,22 @@ class Streamed(Tiny):
     on_disk = 0
     """Layers; with any, the embedding is there too."""
 
+    def saved(self, known: EngineWeights) -> tuple[int, ...]:
+        """By layer, of what it has less where it waits."""
+        return known.saved_by_layer(dtype="float32")
+
     def weights(self, device: torch.device) -> Weights:
         device = torch.empty(0, device=device).device  # With its number.
         known = EngineWeights(self.spec, None, None)
         by_layer = known.by_layer(dtype="float32")
         placed = beside_gpu(streamed_layers(by_layer, len(self.spec.layers) - 1, self.on_disk), by_layer)
+        placed = replace(placed, saved=self.saved(known))
         gathered = known.gathered_bytes(dtype="float32")
         placed = replace(placed, embedding_bytes=gathered, embedding_on_disk=self.on_disk > 0)
         file = None
         if placed.file_bytes:
             behind = placed.file_bytes - placed.embedding_offset
-            file = LayerFile(self.folder, self.on_disk, placed.place_bytes, behind_bytes=behind)
+            file = LayerFile(self.folder, self.on_disk, placed.waiting_bytes, behind_bytes=behind)
         sizes = placed.pinned_sizes
         on_gpu = device.type == "cuda"
         self.copies = CudaCopies(device) if on_gpu else SimulatedCopies(seed=1)

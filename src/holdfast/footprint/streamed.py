@@ -8,10 +8,17 @@ Pure arithmetic: execution allocates by it, the planner counts by it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import prod
 
+from holdfast.checkpoints import StoredTensor
+from holdfast.footprint.cpu import held_tensors
+from holdfast.footprint.layouts import Quantize
+from holdfast.footprint.scaled_layouts import ScaledLayout
+from holdfast.models import ModelSpec
 from holdfast.units import MIB
 
 AHEAD = 1
@@ -45,7 +52,7 @@ class StreamedLayers:
     layers: tuple[int, ...]
     """In their order."""
     sizes: tuple[int, ...]
-    """Of each of `layers` as it is kept and copied, in one piece with the gaps between its tensors."""
+    """Of each of `layers` where it is computed from, in one piece with the gaps between its tensors."""
     weights_bytes: int
     """Of all of them, as they would lie where they are computed."""
     on_disk: tuple[int, ...]
@@ -60,6 +67,22 @@ class StreamedLayers:
     resident_sizes: tuple[int, ...] | None = None
     """Beside a GPU: of the other layers, as `sizes`. They may change places with these while serving, so each has
     memory of its own. None: they stay where they are."""
+    saved: tuple[int, ...] = ()
+    """Of every layer, what it has less where it waits and on the link: four-bit zero points lie two to a byte there.
+    Empty: nothing."""
+
+    @property
+    def moved_sizes(self) -> tuple[int, ...]:
+        """Of each of `layers` where it waits, and as it is copied, at most."""
+        if not self.saved:
+            return self.sizes
+        pairs = zip(self.layers, self.sizes, strict=True)
+        return tuple(size - self.saved[layer] // PLACE_GRAIN_BYTES * PLACE_GRAIN_BYTES for layer, size in pairs)
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Of the largest where it waits: of a place in the file."""
+        return max(self.moved_sizes, default=0)
 
     @property
     def in_ram(self) -> tuple[int, ...]:
@@ -69,7 +92,7 @@ class StreamedLayers:
 
     @property
     def place_bytes(self) -> int:
-        """Of the largest: of a slot, and of a place in the file."""
+        """Of the largest where it is computed from: of a slot."""
         return max(self.sizes, default=0)
 
     @property
@@ -110,8 +133,8 @@ class StreamedLayers:
     def pinned_sizes(self) -> list[int]:
         """Of the pieces beside a GPU: the layers in RAM, then the slots that those of the file are read into, then the
         embedding if it is there, or its rows that are read."""
-        apart, sizes = set(self.on_disk), zip(self.layers, self.sizes, strict=True)
-        slots = [self.place_bytes] * self.read_slots
+        apart, sizes = set(self.on_disk), zip(self.layers, self.moved_sizes, strict=True)
+        slots = [self.waiting_bytes] * self.read_slots
         embedding = [with_gaps(self.embedding_bytes)] if self.embedding_bytes else []
         if self.embedding_on_disk:
             embedding = [STAGED_ROWS_BYTES]
@@ -128,18 +151,18 @@ class StreamedLayers:
     @property
     def embedding_offset(self) -> int:
         """In the file, behind the layers."""
-        return len(self.on_disk) * self.place_bytes
+        return len(self.on_disk) * self.waiting_bytes
 
     @property
     def moved_bytes(self) -> int:
         """In every step, into slots."""
-        return sum(self.sizes)
+        return sum(self.moved_sizes)
 
     @property
     def read_bytes(self) -> int:
         """In every step, from the disk."""
         apart = set(self.on_disk)
-        return sum(size for layer, size in zip(self.layers, self.sizes, strict=True) if layer in apart)
+        return sum(size for layer, size in zip(self.layers, self.moved_sizes, strict=True) if layer in apart)
 
 
 def streamed_layers(
@@ -151,6 +174,19 @@ def streamed_layers(
     apart = chosen if on_disk is None else evenly(chosen, on_disk)
     sizes = tuple(with_gaps(by_layer[layer]) for layer in chosen)
     return StreamedLayers(chosen, sizes, sum(by_layer[layer] for layer in chosen), apart)
+
+
+def saved_by_layer(
+    spec: ModelSpec, stored: Mapping[str, StoredTensor] | None, *, dtype: str, quantize: Quantize | None = None
+) -> tuple[int, ...]:
+    """What each layer has less where it waits for a GPU."""
+    found = Counter[int | None]()
+    held = held_tensors(spec, stored, dtype=dtype, expand=False, compiled=False, quantize=quantize)
+    for tensor, _, layout in held:
+        if isinstance(layout, ScaledLayout):
+            *stacked, rows, columns = tensor.shape
+            found[tensor.layer] += layout.saved_bytes(prod(stacked) * rows, columns, tensor.experts)
+    return tuple(found[layer.index] for layer in spec.layers)
 
 
 def beside_gpu(streamed: StreamedLayers, by_layer: Sequence[int]) -> StreamedLayers:

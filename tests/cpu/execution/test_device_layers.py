@@ -30,13 +30,26 @@ PAGE = mmap.PAGESIZE
 
 
 @cache
-def content(layer: int, size: int) -> torch.Tensor:
-    return torch.randint(0, 255, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(layer))
+def content(layer: int, size: int, packed: bool) -> torch.Tensor:
+    found = torch.randint(0, 255, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(layer))
+    for first, last in planes(layer, size) if packed else ():
+        found[first:last] &= 15
+    return found
 
 
-def halves(layer: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def planes(layer: int, size: int) -> list[tuple[int, int]]:
+    """Some layers have none; they may begin and end where halves do, and next to each other."""
+    first, rest = cut(layer), (size - cut(layer)) // 8
+    return [
+        [],
+        [(0, 2), (2, 100), (first + rest, first + 3 * rest)],
+        [(8, 256), (first, first + 2 * rest), (size - 64, size)],
+    ][layer % 3]
+
+
+def halves(layer: int, size: int, packed: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Divided elsewhere in some layers, as those of another kind are."""
-    first, second = content(layer, size).split((cut(layer), size - cut(layer)))
+    first, second = content(layer, size, packed).split((cut(layer), size - cut(layer)))
     return first, second
 
 
@@ -51,9 +64,12 @@ def made(
     read: ReadInto | None = None,
     driver: AliasedMemory | None = None,
     room: Callable[[], int] | None = None,
+    *,
+    packed: bool = False,
 ) -> DeviceLayers:
-    """With something else in each layer. `driver`: all layers have ranges of it."""
-    file = LayerFile(folder, len(streamed.on_disk), streamed.place_bytes, read) if streamed.on_disk else None
+    """With something else in each layer. `driver`: all layers have ranges of it. `packed`: some bytes travel two in
+    one."""
+    file = LayerFile(folder, len(streamed.on_disk), streamed.waiting_bytes, read) if streamed.on_disk else None
     memory = unpinned_memory(streamed.pinned_sizes)
     if driver is None:
         layers = DeviceLayers(streamed, CPU, copies, memory, file)
@@ -63,19 +79,28 @@ def made(
         ranges = LayerRanges(streamed.all_sizes, CPU, driver)
         layers = DeviceLayers(streamed, CPU, copies, memory, file, ranges, room or (lambda: 1 << 40))
     for layer, size in sizes:
-        arena, (first, second) = layers.arena(layer), halves(layer, size)
+        arena, (first, second) = layers.arena(layer), halves(layer, size, packed)
         arena.tensor(first.shape, torch.uint8, CPU).copy_(first)
         layers.divide(layer)
         arena.tensor(second.shape, torch.uint8, CPU).copy_(second)
+        for begin, end in planes(layer, size) if packed else ():
+            layers.pieces.pack(layers.place(layer), layers.place(layer)[begin:end])
         layers.keep(layer)
     return layers
+
+
+def less(sizes: list[int] | tuple[int, ...]) -> tuple[int, ...]:
+    """What each layer of these sizes has less where it waits."""
+    return tuple(sum(last - first for first, last in planes(layer, size)) // 2 for layer, size in enumerate(sizes))
 
 
 class Reader:
     """Launches what looks at each half of a layer in its slot, twice, and is wrong if something else is there."""
 
-    def __init__(self, layers: DeviceLayers, streamed: StreamedLayers, copies: QueuedCopies) -> None:
-        self._layers, self._copies, self.read = layers, copies, 0
+    def __init__(
+        self, layers: DeviceLayers, streamed: StreamedLayers, copies: QueuedCopies, *, packed: bool = False
+    ) -> None:
+        self._layers, self._copies, self._packed, self.read = layers, copies, packed, 0
         self._sizes = dict(zip(streamed.layers, streamed.sizes, strict=True))
         if streamed.resident_sizes is not None:  # All of them, wherever they are.
             self._sizes = dict(enumerate(streamed.all_sizes))
@@ -102,21 +127,21 @@ class Reader:
     def _look(self, layer: int, half: int) -> None:
         size = self._sizes[layer]
         place = self._slots[layer][: cut(layer)] if half == 0 else self._slots[layer][cut(layer) : size]
-        assert torch.equal(place, halves(layer, size)[half]), (layer, half)
+        assert torch.equal(place, halves(layer, size, self._packed)[half]), (layer, half)
         self.read += 1
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_a_layer_is_in_its_slot_while_it_is_computed(seed: int, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(layer_file, "PIECE_BYTES", PAGE)
-    rng = random.Random(seed)
+    rng, packed = random.Random(seed), bool(seed % 2)
     count = rng.randint(1, 9)
     several = rng.randint(1, count)
     streamed = streamed_layers([rng.randint(1, 4 * PAGE) for _ in range(count)], several, rng.randint(0, several))
     streamed = replace(streamed, ahead=rng.randint(0, 2))
     copies = QueuedCopies(seed)
-    layers = made(streamed, copies, tmp_path)
-    reader, looked = Reader(layers, streamed, copies), 0
+    layers = made(streamed, copies, tmp_path, packed=packed)
+    reader, looked = Reader(layers, streamed, copies, packed=packed), 0
     for _ in range(6):
         through = count if rng.random() < 0.8 else rng.randint(1, count)  # A step may fail in the middle.
         reader.step(through)
@@ -133,14 +158,17 @@ def test_a_layer_is_in_its_slot_while_it_is_computed(seed: int, tmp_path, monkey
 @pytest.mark.parametrize("seed", range(16))
 def test_layers_come_to_stay_and_leave_between_steps(seed: int, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(layer_file, "PIECE_BYTES", PAGE)
-    rng = random.Random(seed)
+    rng, packed = random.Random(seed), bool(seed % 2)
     by_layer = [rng.randint(1, 4 * PAGE) for _ in range(rng.randint(1, 9))]
     several = rng.randint(1, len(by_layer))
     streamed = streamed_layers(by_layer, several, rng.choice([0, 0, rng.randint(0, several)]))
     streamed = replace(beside_gpu(streamed, by_layer), ahead=rng.choice([0, 1, 1, 2]))
     copies, driver = QueuedCopies(seed), AliasedMemory()
-    layers = made(streamed, copies, tmp_path, driver=driver)
-    reader, counts = Reader(layers, streamed, copies), set[int]()
+    if packed:
+        streamed = replace(streamed, saved=less(streamed.all_sizes))
+    layers = made(streamed, copies, tmp_path, driver=driver, packed=packed)
+    assert packed == any(layers.moved_with([layer]) < streamed.all_sizes[layer] for layer in range(len(by_layer)))
+    reader, counts = Reader(layers, streamed, copies, packed=packed), set[int]()
     for _ in range(8):
         reader.step(len(by_layer) if rng.random() < 0.8 else rng.randint(0, len(by_layer)))
         wanted = layers.streamed

@@ -22,10 +22,12 @@ from holdfast.footprint.streamed import (
     STAGED_ROWS_BYTES,
     StreamedLayers,
     all_apart,
+    beside_gpu,
     driver_pages,
     evenly,
     last_of_groups,
     streamed_layers,
+    with_others_streamed,
 )
 from holdfast.hardware import Memory, Processor, gpus
 from holdfast.hardware.nvidia import NvidiaGpu
@@ -107,6 +109,41 @@ def test_every_streamed_layer_has_its_place(by_layer: list[int], data: st.DataOb
     assert found.file_bytes == on_disk * max(found.sizes, default=0)
 
 
+@given(st.data())
+def test_a_packed_layer_has_room_where_it_waits(data: st.DataObject) -> None:
+    """As much beyond its bytes, for the gaps between its tensors, as where it is computed."""
+    pairs = data.draw(
+        st.lists(
+            st.integers(1, 1 << 30)
+            .flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n // 2)))
+            .filter(lambda pair: pair[1] < pair[0]),
+            min_size=1,
+            max_size=40,
+        )
+    )
+    by_layer, saved = [nbytes for nbytes, _ in pairs], tuple(less for _, less in pairs)
+    found = beside_gpu(replace(streamed_layers(by_layer, len(by_layer) // 2, 0), saved=saved), by_layer)
+    found = with_others_streamed(found, range(len(by_layer) - 1, -1, -2)[::-1])
+    for layer, size in zip(found.layers, found.moved_sizes, strict=True):
+        travels = by_layer[layer] - saved[layer]
+        assert travels + PLACE_GRAIN_BYTES <= size <= travels + 3 * PLACE_GRAIN_BYTES
+        assert size % PLACE_GRAIN_BYTES == 0
+    assert found.pinned_bytes == found.moved_bytes == sum(found.moved_sizes)
+    assert found.waiting_bytes == max(found.moved_sizes)
+
+
+def test_a_70b_in_four_bits_moves_no_more_than_17_8_gb_a_step() -> None:
+    """Forty of its layers, whose zero points lie two to a byte on the link; where they are computed they are bytes."""
+    layers = streamed(served("llama-3.1-70b-awq", 22.93, **LIMITS))
+    assert len(layers.layers) == 40
+    assert 17.75e9 < layers.moved_bytes <= 17.8e9
+    assert sum(layers.sizes) > 17.9e9
+    # Of the seven matrices' groups of 128 columns half a byte each.
+    groups = (2 * 8192 * 8192 + 2 * 1024 * 8192 + 3 * 28672 * 8192) // 128
+    assert set(layers.saved) == {groups // 2}
+    assert not any(streamed(served("llama-3.1-8b", 8)).saved)
+
+
 @given(st.integers(1, 200), st.data())
 def test_streamed_layers_are_spread_evenly(layers: int, data: st.DataObject) -> None:
     count = data.draw(st.integers(1, layers))
@@ -136,7 +173,7 @@ def test_every_byte_is_in_one_tier(name: str) -> None:
     assert plan.loading_bytes <= plan.budget_bytes
     assert not layers.on_disk
     # What is pinned is whole places, of an embedding apart from the head as well.
-    embedding = layers.pinned_bytes - sum(layers.sizes)
+    embedding = layers.pinned_bytes - layers.moved_bytes
     assert layers.embedding_bytes + PLACE_GRAIN_BYTES <= embedding <= layers.embedding_bytes + 2 * PLACE_GRAIN_BYTES
     assert embedding % PLACE_GRAIN_BYTES == 0
     # One layer fewer would leave KV too little, and not one page of the budget is given away.
@@ -250,7 +287,7 @@ def test_what_ram_does_not_hold_is_on_disk(tmp_path) -> None:
     assert layers.pinned_bytes <= 13 * GIB < layers.pinned_bytes + max(layers.sizes)
     assert layers.read_slots == 2
     assert layers.embedding_on_disk
-    assert layers.file_bytes > len(layers.on_disk) * max(layers.sizes) + layers.embedding_bytes
+    assert layers.file_bytes > len(layers.on_disk) * layers.waiting_bytes + layers.embedding_bytes
     all_in_ram = served("llama-3.1-70b-awq", 22.93, nvme_path=str(tmp_path))
     assert not streamed(all_in_ram).on_disk
     assert streamed(all_in_ram).layers == layers.layers
@@ -262,8 +299,8 @@ def test_a_70b_with_8_gib_of_ram_reads_no_more_than_ram_does_not_hold(tmp_path: 
     layers = streamed(plan)
     assert 9.5e9 <= layers.read_bytes <= 10.9e9
     assert 32 / (layers.read_bytes / 2.84e9) >= 8.3
-    others = layers.pinned_bytes - (sum(layers.sizes) - layers.read_bytes)
-    assert others == 2 * max(layers.sizes) + STAGED_ROWS_BYTES
+    others = layers.pinned_bytes - (layers.moved_bytes - layers.read_bytes)
+    assert others == 2 * layers.waiting_bytes + STAGED_ROWS_BYTES
     (said,) = (one for one in plan.decisions if one.field == "pinned_ram")
     assert said.reason.startswith("of 8.00 GiB, as set; 3.")
     assert "for the server's own processes come on top, of 124.00 GiB free" in said.reason
@@ -273,7 +310,7 @@ def test_where_ram_lacks_no_more_than_the_embedding_no_layer_is_read(tmp_path: P
     plan = served("llama-3.1-70b-awq", 22.93, nvme_path=str(tmp_path), nvme="60GiB", ram="17GiB", **LIMITS)
     layers = streamed(plan)
     assert (layers.on_disk, layers.embedding_on_disk, layers.read_bytes) == ((), True, 0)
-    assert layers.pinned_bytes == sum(layers.sizes) + STAGED_ROWS_BYTES
+    assert layers.pinned_bytes == layers.moved_bytes + STAGED_ROWS_BYTES
     assert layers.embedding_bytes < layers.file_bytes < layers.embedding_bytes + GIB // 1024
     enough = streamed(served("llama-3.1-70b-awq", 22.93, nvme_path=str(tmp_path), ram="19GiB", **LIMITS))
     assert not enough.embedding_on_disk

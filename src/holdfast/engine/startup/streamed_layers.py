@@ -35,7 +35,7 @@ def layer_slots(config: EngineConfig, plan: Plan) -> LayerSlots | None:
         return None
     size = format_bytes(streamed.file_bytes)
     log.info("writing %d layers, %s, to a file without a name in %s", len(streamed.layers), size, config.nvme_path)
-    return LayerSlots(streamed, LayerFile(Path(config.nvme_path), len(streamed.layers), streamed.place_bytes))
+    return LayerSlots(streamed, LayerFile(Path(config.nvme_path), len(streamed.layers), streamed.waiting_bytes))
 
 
 def device_layers(
@@ -52,7 +52,7 @@ def device_layers(
         beside = " and the embedding" if streamed.embedding_on_disk else ""
         log.info("writing %d layers%s, %s, to a file without a name in %s", count, beside, size, config.nvme_path)
         behind = streamed.file_bytes - streamed.embedding_offset
-        file = LayerFile(Path(config.nvme_path), count, streamed.place_bytes, behind_bytes=behind)
+        file = LayerFile(Path(config.nvme_path), count, streamed.waiting_bytes, behind_bytes=behind)
     log.info("pinning %s of RAM for %d layers", format_bytes(streamed.pinned_bytes), len(streamed.layers))
     sizes, layers = streamed.pinned_sizes, len(streamed.in_ram)
     # What the first layers are loaded with comes first; the others are pinned while these are loaded.

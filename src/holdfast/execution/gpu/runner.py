@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import numpy
@@ -26,7 +26,7 @@ from holdfast.execution.gpu.launched_step import GpuStep, Launched, Sampled, Tol
 from holdfast.execution.gpu.layers.lora import GpuAdapters
 from holdfast.execution.gpu.memory.kv_range import KVRange
 from holdfast.execution.gpu.memory.movable_weights import MovableWeights
-from holdfast.execution.gpu.memory.oom import give_back_cached, is_shortage
+from holdfast.execution.gpu.memory.oom import finish, give_back_cached, is_shortage
 from holdfast.execution.gpu.memory.page_tiers import PageTiers
 from holdfast.execution.gpu.memory.pinned_staging import carry
 from holdfast.execution.gpu.sampling import DeviceSampler, FoundScores, Work
@@ -472,9 +472,9 @@ class GpuRunner(MovableWeights, PageTiers):
         if self._decoder is None:
             return
         with self._here():
+            # A step that nobody has read may still be computed: with graphs, layers that come, or packets of numbers.
+            finish(self.device)
             if self._graphs is not None:
-                with suppress(RuntimeError):  # A device that has failed computes nothing any more.
-                    torch.cuda.synchronize(self.device)  # A step that nobody has read may still be computed.
                 self._graphs.close()
             self._graphs = None
             if self._page_copies is not None:

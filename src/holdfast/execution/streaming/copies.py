@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,6 +24,8 @@ from holdfast.records import LinkUse
 
 MOST_TIMED = 256
 """Pairs of events that may be on their way; beyond it nothing is timed for a while."""
+Piece = tuple[torch.Tensor, torch.Tensor]
+"""(source, target), which is as long or longer."""
 
 
 class Copies(Protocol):
@@ -36,6 +38,12 @@ class Copies(Protocol):
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, after: Any, done: Sequence[Any]) -> None:
         """From the host. Begins once `after` is passed, and returns at once; `done` are passed when it has arrived."""
+
+    def copy_pieces(self, pieces: Sequence[Piece], after: Any, done: Sequence[Any]) -> None:
+        """As `copy`, one behind the other; `done` are passed when all have arrived."""
+
+    def launch(self, work: Callable[[], None]) -> None:
+        """Computes something behind all that was launched so far."""
 
     def copy_later(self, source: torch.Tensor, target: torch.Tensor, after: Any, done: Sequence[Any]) -> None:
         """From the host, without a deadline: piece by piece, when `after` is passed and the link has time, which is
@@ -107,31 +115,33 @@ class CudaCopies:
     def copy(
         self, source: torch.Tensor, target: torch.Tensor, after: torch.cuda.Event, done: Sequence[torch.cuda.Event]
     ) -> None:
-        self._send(source, target, after, done, due=True)
-        self._schedule.due(source.nbytes)
+        self.copy_pieces([(source, target)], after, done)
+
+    def copy_pieces(self, pieces: Sequence[Piece], after: torch.cuda.Event, done: Sequence[torch.cuda.Event]) -> None:
+        self._send(pieces, after, done, due=True)
+        self._schedule.due(sum(source.nbytes for source, _ in pieces))
         self._go_on()
 
+    def launch(self, work: Callable[[], None]) -> None:
+        work()
+
     def _send(
-        self,
-        source: torch.Tensor,
-        target: torch.Tensor,
-        after: torch.cuda.Event,
-        done: Sequence[torch.cuda.Event],
-        *,
-        due: bool,
+        self, pieces: Sequence[Piece], after: torch.cuda.Event, done: Sequence[torch.cuda.Event], *, due: bool
     ) -> None:
+        nbytes = sum(source.nbytes for source, _ in pieces)
         self._stream.wait_event(after)
-        timed = self._busy.begin(self._stream, source.nbytes)
+        timed = self._busy.begin(self._stream, nbytes)
         with torch.cuda.stream(self._stream):
-            target[: len(source)].copy_(source, non_blocking=True)
+            for source, target in pieces:
+                target[: len(source)].copy_(source, non_blocking=True)
         timed.end(self._stream)
         for mark in done:
             mark.record(self._stream)
-        self._bytes += source.nbytes
+        self._bytes += nbytes
         if self._schedule or not due:
             arrived = torch.cuda.Event()
             arrived.record(self._stream)
-            self._on_way.append((arrived, source.nbytes, due))
+            self._on_way.append((arrived, nbytes, due))
 
     def copy_later(
         self, source: torch.Tensor, target: torch.Tensor, after: torch.cuda.Event, done: Sequence[torch.cuda.Event]
@@ -170,7 +180,7 @@ class CudaCopies:
 
     def _send_piece(self, later: _LaterCopy, first: int, last: int, ended: bool) -> None:
         done = later.done if ended else ()
-        self._send(later.source[first:last], later.target[first:last], later.after, done, due=False)
+        self._send([(later.source[first:last], later.target[first:last])], later.after, done, due=False)
         for mark in done:
             if self._pending.get(id(mark)) is later:
                 del self._pending[id(mark)]

@@ -5,6 +5,8 @@
                                                       as soon as the same half was computed from, in the next step too:
                                                       after 7 comes 1 again
 
+What travels is packed (layer_pieces.py), and spread in its slot before it is read.
+
 With two slots both halves of the next layer come while one is computed. Layers wait in pinned memory, or in a file,
 from which they pass through pinned buffers. The host asks for everything ahead of the GPU; fences on it keep a copy
 behind the last reader of its place, and a reader behind its copy. The order is always the same, so nothing is ever
@@ -17,6 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -29,8 +32,9 @@ from holdfast.execution.streaming.copies import Copies, back_rate
 from holdfast.execution.streaming.disk.embedding_rows import EmbeddingRows
 from holdfast.execution.streaming.disk.layer_file import LayerFile
 from holdfast.execution.streaming.disk.read_ahead import ReadAhead
+from holdfast.execution.streaming.layer_pieces import BOTH, LayerPieces
 from holdfast.execution.streaming.pinned_memory import PinnedMemory, as_device_memory
-from holdfast.footprint.streamed import StreamedLayers, ahead_of, one_less, one_more
+from holdfast.footprint.streamed import PAGE_BYTES, StreamedLayers, ahead_of, one_less, one_more
 from holdfast.observability.decisions import Decision
 from holdfast.records import LinkUse
 from holdfast.units import format_bytes
@@ -61,6 +65,7 @@ class DeviceLayers:
         self._sizes = dict(zip(streamed.layers, streamed.sizes, strict=True))
         if ranges is not None:
             self._sizes = dict(enumerate(streamed.all_sizes))
+        self.pieces = LayerPieces(dict(zip(streamed.layers, streamed.moved_sizes, strict=True)))
         self._in_ram = dict(zip(streamed.in_ram, memory.pieces, strict=False))
         """What waits there; a layer that came to stay is still there, and may leave again at no cost."""
         self._piece = {layer: number for number, layer in enumerate(self._in_ram)}
@@ -158,6 +163,7 @@ class DeviceLayers:
                 half.layer = None
         elif self._ranges is not None:
             self._ranges.own(layer)
+        self.pieces.begin()
         self._arena = Arena(self.place(layer)[: self._sizes[layer]])
         return self._arena
 
@@ -173,18 +179,21 @@ class DeviceLayers:
 
     def keep(self, layer: int) -> None:
         """All of it was made. Of one that is streamed it goes to where it waits from now on."""
+        assert self._arena is not None, "an arena was given out"
+        self.pieces.made(layer, self._cuts[layer], self._arena.used_bytes)
         if layer not in self._number:
             return
-        slot = self._slot(layer)
-        whole = self.place(layer)[: self._sizes[layer]]
         if layer in self._in_ram:
             self._memory.wait(self._piece[layer])
-            self._copies.now(whole, self._in_ram[layer])
+            self._put(layer, self._in_ram[layer])
         else:
             assert self._on_disk is not None
-            self._on_disk.write(layer, whole)
-        for half in slot.halves:
-            half.layer = layer
+            self._on_disk.write(layer, lambda memory: self._put(layer, memory))
+        for half in self._slot(layer).halves:
+            half.layer, half.packed = layer, False
+
+    def _put(self, layer: int, memory: torch.Tensor) -> None:
+        self.pieces.put(layer, memory, self.place(layer), self._copies)
 
     @contextmanager
     def as_they_are(self) -> Iterator[None]:
@@ -250,6 +259,9 @@ class DeviceLayers:
         if half.waiting:
             self._send(half, beat)
         self._copies.await_copy(half.copied)
+        if half.packed:
+            half.packed = False
+            self._copies.launch(partial(self.pieces.spread, layer, self.place(layer), number))
 
     def _ask(self, layer: int, number: int) -> None:
         half, other = (self._slot(layer).halves[at] for at in (number, 1 - number))
@@ -264,9 +276,10 @@ class DeviceLayers:
         layer = half.layer
         assert layer is not None
         half.layer = None  # A disk may fail.
-        first, last = (0, self._cuts[layer]) if half.number == 0 else (self._cuts[layer], self._sizes[layer])
         source, marks = self._source(layer, beat)
-        self._copies.copy(source[first:last], self.place(layer)[first:last], half.read, [half.copied, *marks])
+        half.packed = self.pieces.packed(layer, half.number)
+        pairs = self.pieces.pairs(layer, source, self.place(layer), half.number)
+        self._copies.copy_pieces(pairs, half.read, [half.copied, *marks])
         if self._on_disk is not None and marks and half.number == 1:
             self._on_disk.release()
         half.layer, half.waiting = layer, False
@@ -295,12 +308,12 @@ class DeviceLayers:
         """How fast layers come, measured as steps bring them, and what follows of it."""
         found = []
         if self._in_ram:
-            size, rate = sum(self._sizes[layer] for layer in self._in_ram), self._rate(list(self._in_ram))
+            size, rate = self.moved_with(list(self._in_ram)), self._rate(list(self._in_ram))
             step = f"a step copies {format_bytes(size)} from RAM and takes at least {size / rate:.2f} s"
             self._possible, self.possible_back = rate, self._rate_back(next(iter(self._in_ram)))
             found.append(Decision("link_copy", f"{rate / 1e9:.1f} GB/s", step, "measured"))
         if self._on_disk is not None and self._file is not None:
-            size, rate = self._streamed.read_bytes, self._rate(list(self._streamed.on_disk))
+            size, rate = self.moved_with(self._streamed.on_disk), self._rate(list(self._streamed.on_disk))
             self._possible_disk = rate
             how = "" if self._file.direct else "; through the page cache, since this file system has no direct reads"
             step = f"a step reads {format_bytes(size)} and takes at least {size / rate:.2f} s{how}"
@@ -313,13 +326,14 @@ class DeviceLayers:
         self._bring(layers[:1])  # What is only done once is done.
         began_s = time.monotonic()
         self._bring(layers)
-        return sum(self._sizes[layer] for layer in layers) / max(time.monotonic() - began_s, 1e-6)
+        return self.moved_with(layers) / max(time.monotonic() - began_s, 1e-6)
 
     def _rate_back(self, layer: int) -> float:
-        """Bytes a second, of a layer that goes back to where it waits, as it is there already."""
+        """Bytes a second, of what goes back to where it waits, as it is there already: packed."""
         self._bring([layer])
-        source, target = self.place(layer)[: self._sizes[layer]], self._in_ram[layer]
-        return back_rate(self._copies, source, target)
+        pairs = self.pieces.pairs(layer, self._in_ram[layer], self.place(layer), *BOTH)
+        waiting, here = max(pairs, key=lambda pair: len(pair[0]))
+        return back_rate(self._copies, here, waiting)
 
     def _bring(self, layers: list[int]) -> None:
         for layer in layers:
@@ -345,14 +359,14 @@ class DeviceLayers:
 
     def moved_with(self, layers: Sequence[int]) -> int:
         """In every step, if these were streamed."""
-        return sum(self._sizes[layer] for layer in layers)
+        return self.pieces.nbytes(layers)
 
     def one_more(self, layers: Sequence[int]) -> tuple[int, ...] | None:
         """With one more streamed than these; None: there is none, or RAM has no room for it."""
         kept = {*self._in_ram, *self._streamed.on_disk}
-        room = self._room() - sum(self._sizes[layer] for layer in layers if layer not in kept)
+        room = self._room() - self.moved_with([layer for layer in layers if layer not in kept])
         others = [layer for layer in self._sizes if layer not in set(layers)]
-        able = [layer for layer in others if layer in kept or self._sizes[layer] <= room]
+        able = [layer for layer in others if layer in kept or self.moved_with([layer]) <= room]
         found = one_more(layers, len(self._sizes), able, kept)
         return None if found is None else tuple(sorted((*layers, found)))
 
@@ -394,7 +408,7 @@ class DeviceLayers:
                 self._coming.add(layer)
             else:
                 assert self._on_disk is not None
-                self._on_disk.fetch(layer, self.place(layer)[: self._sizes[layer]])
+                self.pieces.fetch(layer, self._on_disk.fetch(layer), self.place(layer), self._copies)
 
     def _make_slots(self, wanted: int) -> int:
         """As many, or those that there are where somebody else took the memory that layers have left."""
@@ -425,16 +439,17 @@ class DeviceLayers:
     def _save(self, layer: int) -> None:
         """It is where it may wait."""
         if layer not in self._in_ram and layer not in self._streamed.on_disk:
-            whole = self.place(layer)[: self._sizes[layer]]
-            memory = self._memory.add(whole.nbytes)
-            self._copies.now(whole, memory)
+            memory = self._memory.add(-(-self.moved_with([layer]) // PAGE_BYTES) * PAGE_BYTES)
+            self._put(layer, memory)
             self._in_ram[layer] = memory
 
     def _arrive(self, layer: int) -> None:
         """From where it waited, to stay: in its turn among those that are streamed, which is the order of need."""
         never, copied = self._copies.mark(), self._copies.mark()
-        self._copies.copy(self._in_ram[layer], self.place(layer)[: self._sizes[layer]], never, [copied])
+        place = self.place(layer)
+        self._copies.copy_pieces(self.pieces.pairs(layer, self._in_ram[layer], place, *BOTH), never, [copied])
         self._copies.await_copy(copied)
+        self._copies.launch(partial(self.pieces.spread, layer, place, *BOTH))
         self._coming.discard(layer)
 
     def _take_turns(self, layers: Sequence[int], slots: int) -> None:
@@ -480,4 +495,6 @@ class _Half:
         """Whose bytes are in it, or asked for."""
         self.waiting = False
         """For a disk: the copy is not launched."""
+        self.packed = False
+        """It is to be spread before it is read."""
         self.read, self.copied = copies.mark(), copies.mark()

@@ -69,6 +69,8 @@ class ExpertLoader(Protocol):
 
     def kept_layout(self, name: str) -> str | ScaledLayout | None: ...
 
+    def travels(self, matrix: ScaledMatrix, layer: int | None) -> None: ...
+
     def fill_scaled(self, matrix: ScaledMatrix, first: int, name: str, expert: int | None = None) -> None: ...
 
     def read_expert(self, name: str, expert: int) -> torch.Tensor: ...
@@ -214,6 +216,8 @@ def _scaled(
         ScaledMatrix(layout, part.experts * sum(rows), columns, loader.device, part.make, part.experts)
         for part in parts
     ]
+    for matrix in matrices:
+        loader.travels(matrix, loader.tensors[names[0]].layer)
     homes, first = _homes(parts, loader.tensors[names[0]]), 0
     for name, count in zip(names, rows, strict=True):
         for expert in loader.experts_in_turn(name):

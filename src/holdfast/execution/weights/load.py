@@ -282,6 +282,7 @@ class Loader:
     def scaled(self, names: tuple[str, ...], rows: list[int], layout: ScaledLayout) -> ScaledMatrix:
         """Codes and scales, rows one below the other."""
         matrix = ScaledMatrix(layout, sum(rows), self.tensors[names[0]].shape[1], self.device, self.make)
+        self.travels(matrix, self.tensors[names[0]].layer)
         if matrix.inputs is not None and layout.divided_inputs:
             matrix.inputs.fill_(1.0)
         first = 0
@@ -290,6 +291,13 @@ class Loader:
             first += count
             self.step()
         return matrix
+
+    def travels(self, matrix: ScaledMatrix, layer: int | None) -> None:
+        """Of a layer that may not stay on the GPU: its zero points may be packed meanwhile."""
+        if matrix.layout.codes != "int4" or matrix.zeros is None or layer is None:
+            return
+        if isinstance(self.slots, DeviceLayers) and layer in self.slots:
+            self.slots.pieces.pack(self.slots.place(layer), matrix.zeros)
 
     def fill_scaled(self, matrix: ScaledMatrix, first: int, name: str, expert: int | None = None) -> None:
         """The matrix of this name, or of one of its experts, to rows first, first+1, ..."""

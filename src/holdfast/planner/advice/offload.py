@@ -78,7 +78,7 @@ def kv_price(placed: Placement) -> str | None:
     more = -(-plan.ranks[0].kv.needed_bytes(1, tokens) // max(1, streamed.place_bytes))
     if more > placed.resident:
         return None
-    share = more * streamed.place_bytes / streamed.moved_bytes
+    share = more * streamed.waiting_bytes / streamed.moved_bytes
     return (
         f"{counted(tokens, 'token')} more of KV: {counted(more, 'more layer')} streamed, {share:.0%} more bytes a step"
     )

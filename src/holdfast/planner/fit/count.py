@@ -269,7 +269,8 @@ def streamed_on_gpu(question: Question) -> StreamedLayers | None:
     chosen = settings.streamed_layers if asked.groups is None else last_of_groups(len(by_layer), *asked.groups)
     found = streamed_layers(by_layer, chosen, settings.layers_on_disk)
     ahead = 0 if asked.ahead == AHEAD and all_apart(found.layers) else asked.ahead
-    found = beside_gpu(replace(found, ahead=ahead), by_layer)
+    saved = weights.saved_by_layer(dtype=compute_dtype(question, 1))
+    found = beside_gpu(replace(found, ahead=ahead, saved=saved), by_layer)
     gathered = weights.gathered_bytes(dtype=compute_dtype(question, 1)) if GATHERS_EMBEDDING else 0
     on_disk = settings.embedding_on_disk and gathered > 0
     return replace(found, embedding_bytes=gathered, embedding_on_disk=on_disk)

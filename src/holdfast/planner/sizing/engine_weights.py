@@ -18,7 +18,7 @@ from holdfast.checkpoints.files import PackedMatrix
 from holdfast.checkpoints.validation.stored_dtypes import PLAIN_LAYOUTS
 from holdfast.config.parts.quantization import MADE_WHILE_LOADING
 from holdfast.errors import CheckpointError
-from holdfast.footprint import cpu, expert_places
+from holdfast.footprint import cpu, expert_places, streamed
 from holdfast.footprint.identity_key import Same
 from holdfast.footprint.layouts import Quantize, is_quantized, memory_layout, quantized_layout
 from holdfast.footprint.rounded import gpu_lacks, rounding_of
@@ -65,6 +65,10 @@ class EngineWeights:
         return cpu.layer_bytes(
             self.spec, self.stored, dtype=dtype, expand=expand, compiled=compiled, quantize=self.quantize
         )
+
+    def saved_by_layer(self, *, dtype: str) -> tuple[int, ...]:
+        """What each layer has less where it waits for a GPU."""
+        return _saved_by_layer(Same(self.spec), Same(self.stored), dtype, self.quantize)
 
     def gathered_bytes(self, *, dtype: str) -> int:
         """Of an embedding that is not the head as well: a token reads one row of it."""
@@ -201,6 +205,13 @@ def _block_format(stored: Same[Mapping[str, StoredTensor] | None]) -> str:
         if is_quantized(tensor.layout):
             sizes[tensor.layout] += tensor.nbytes
     return f"GGUF {' and '.join(layout for layout, _ in sizes.most_common(2))}" if sizes else ""
+
+
+@lru_cache(maxsize=64)
+def _saved_by_layer(
+    spec: Same[ModelSpec], stored: Same[Mapping[str, StoredTensor] | None], dtype: str, quantize: Quantize | None
+) -> tuple[int, ...]:
+    return streamed.saved_by_layer(spec.held, stored.held, dtype=dtype, quantize=quantize)
 
 
 @lru_cache(maxsize=64)

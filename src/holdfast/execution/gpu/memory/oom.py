@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 
 from holdfast.execution.gpu.memory.virtual_memory import RangeError
@@ -30,6 +32,13 @@ def is_shortage(error: BaseException) -> bool:
     if any(phrase in said for phrase in _PHRASES):
         return True
     return any(phrase in said for phrase in _VAGUE_PHRASES) and torch.cuda.mem_get_info()[0] < LITTLE_BYTES
+
+
+def finish(device: torch.device) -> None:
+    """All that was launched is computed when this returns, or the device has failed and computes nothing any more."""
+    if device.type == "cuda":
+        with suppress(RuntimeError):
+            torch.cuda.synchronize(device)
 
 
 def give_back_cached(device: torch.device) -> None:

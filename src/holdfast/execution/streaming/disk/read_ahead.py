@@ -53,20 +53,20 @@ class ReadAhead:
         self._drop()
         self._order, self._next = tuple(layers), 0
 
-    def write(self, layer: int, device: torch.Tensor) -> None:
-        """What lies on the device goes to the file; nothing may be on its way."""
+    def write(self, layer: int, put: Callable[[torch.Tensor], None]) -> None:
+        """What this puts into pinned memory goes to the file; nothing may be on its way."""
         self._drop()
         memory = self._copied[0].memory
-        self._copies.now(device, memory)
+        put(memory)
         self._file.write(self._place[layer], _view(memory))
 
-    def fetch(self, layer: int, device: torch.Tensor) -> None:
-        """What is in the file goes to the device at once; nothing may be on its way."""
+    def fetch(self, layer: int) -> torch.Tensor:
+        """What is in the file, in pinned memory until anything else is read; nothing may be on its way."""
         self._drop()
         memory = self._copied[0].memory
         for piece in list(self._file.read(self._place[layer], _view(memory))):
             piece.result()
-        self._copies.now(memory[: len(device)], device)
+        return memory
 
     def go_on(self) -> None:
         """Begins to read as many as there are buffers that nobody copies from any more."""
