@@ -38,8 +38,8 @@ SEEN = 0.75
 PREFILL_TOKENS = 64
 """Of a step, from which on it shows how fast prompts are computed."""
 SMALL_STEPS = 5
-"""Of steps in which hardly anything is, the last so many are known: their median is what such a step takes, whichever of
-them compiled a kernel, captured a graph, or was over before the host looked."""
+"""The last so many in which hardly anything is: their median is what such a step takes, whichever of them compiled a
+kernel, captured a graph, or was over before the host looked."""
 PAUSE_S = 0.1
 """Between a step and the plan of the next, from which on there was nothing to do."""
 LOST_S = 1.0
