@@ -301,8 +301,8 @@ def decode_beside(core: EngineCore, prompts: list[list[int]], for_s: float, *, s
 
 
 def nothing_to_reuse(engines: Engines, scale: Scale, folder: str | None) -> None:
-    """Without tiers and with one: the store in `folder`, or else what others are asked with. One engine after the other:
-    that the two times of one differ says how much is noise."""
+    """Without tiers and with one: the store in `folder`, or else what conversations have below the pool. That the two
+    turns of one engine differ says how much is noise."""
     found: dict[bool, list[Figures]] = {False: [], True: []}
     row = "nothing-to-reuse" if folder is None else "nothing-to-reuse-disk"
     for tier in (False, True):
