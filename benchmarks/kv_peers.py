@@ -44,6 +44,10 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 HELD = 8.3
 """Conversations that the pool holds."""
+COMPARED = (
+    ("again_p50_s", False), ("again_p99_s", False), ("at_once_s", False), ("tok_per_s", True), ("rss_gib", False),
+)  # fmt: skip
+"""Of a turn, and whether more of it is better."""
 COUNTERS = ("kv_offload", "external_prefix_cache")
 """In names of metrics of what comes from RAM."""
 
@@ -178,6 +182,21 @@ def turn(engine: str, given: list[str], site: Path | None) -> dict[str, Any]:
     return figures
 
 
+def judge(turns: list[dict[str, Any]]) -> None:
+    """Holdfast beside vLLM, medians of the turns: no slower, and no more RAM."""
+    medians = {
+        engine: {
+            name: statistics.median([one[name] for one in turns if one["engine"] == engine]) for name, _ in COMPARED
+        }
+        for engine in ("holdfast", "vllm")
+    }
+    for name, more_is_better in COMPARED:
+        ours, theirs = medians["holdfast"][name], medians["vllm"][name]
+        holds = ours >= theirs if more_is_better else ours <= theirs
+        said = {"verdict": name, "holdfast": round(ours, 4), "vllm": round(theirs, 4), "holds": holds}
+        print(json.dumps(said), flush=True)
+
+
 def main(given: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", type=Path, help="folder with vLLM, for PYTHONPATH")
@@ -200,11 +219,12 @@ def main(given: list[str]) -> None:
     for _ in range(asked.rounds):
         for engine in asked.engines:
             turns.append(turn(engine, given, asked.vllm))
-            print(
-                json.dumps({name: round(one, 4) if isinstance(one, float) else one for name, one in turns[-1].items()})
-            )
+            rounded = {name: round(one, 4) if isinstance(one, float) else one for name, one in turns[-1].items()}
+            print(json.dumps(rounded), flush=True)
             if asked.out is not None:
                 asked.out.write_text(json.dumps(turns, indent=1) + "\n")
+    if {one["engine"] for one in turns} == {"holdfast", "vllm"}:
+        judge(turns)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,10 @@ pool starts before a fetch begins, whoever is before it in line; each is passed 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from itertools import islice
+from statistics import median_low
 
 from holdfast.kvcache import FoundBelow, KVCache, LowerTiers, Prefix, Tier
 from holdfast.scheduler.limits import SchedulerLimits
@@ -35,6 +37,9 @@ SEEN = 0.75
 """Of the time that pages seem to take, for which somebody must have seen that they were on their way."""
 PREFILL_TOKENS = 64
 """Of a step, from which on it shows how fast prompts are computed."""
+SMALL_STEPS = 5
+"""The last so many in which hardly anything is: their median is what such a step takes, whichever of them compiled a
+kernel, captured a graph, or was over before the host looked."""
 PAUSE_S = 0.1
 """Between a step and the plan of the next, from which on there was nothing to do."""
 LOST_S = 1.0
@@ -78,6 +83,7 @@ class Fetching:
         """When somebody looked last, and nothing had come since then."""
         self._counted = {Tier.HOST: 0, Tier.DISK: 0} if kv.tiers is None else dict(kv.tiers.loaded_pages)
         self._lost = {Tier.HOST: 0, Tier.DISK: 0} if kv.tiers is None else dict(kv.tiers.lost_pages)
+        self._small_s = deque[float](maxlen=SMALL_STEPS)
         self._applied_s = self._step_s = self._loading_s = 0.0
         """`_step_s`: how long steps without prompts take of late. `_loading_s`: in which the link brought pages from
         RAM that were not counted yet."""
@@ -268,8 +274,8 @@ class Fetching:
             work, self._untold = self._untold + self._work_of(rows, tokens), PromptWork()
             self.prefill.note(work, now_s - self._untold_since_s)
         elif 0 < tokens < PREFILL_TOKENS or tokens == len(rows) > 0:
-            took_s = now_s - began_s
-            self._step_s = took_s if not self._step_s else KEPT * self._step_s + (1 - KEPT) * took_s
+            self._small_s.append(now_s - began_s)
+            self._step_s = median_low(self._small_s)
             self.prefill.note_small(self._step_s)
         elif tokens:
             self.prefill.note(self._work_of(rows, tokens), now_s - began_s)

@@ -9,14 +9,18 @@ time. But no more counts so than a step takes in which hardly anything is. Knows
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import combinations
+from statistics import median_low
 
 from holdfast.kvcache import KVLayout
 
 KEPT = 0.95
 """Of the weight of all steps before, with every new one."""
+REMEMBERED = 64
+"""Steps."""
 DOUBT = 1e-4
 """Of what is seen, that speaks against each of the two others: the step's own has none."""
 PARTS = 3
@@ -52,37 +56,58 @@ def _seen(tokens: int, window: int | None) -> int:
 
 
 class PrefillCost:
-    """Fitted by relative errors: a step that took ten times as long for once (a kernel was compiled) counts as one."""
+    """Fitted by relative errors: a step that took ten times as long for once (a kernel was compiled) counts as one. One
+    that seems to have taken no time (the host was busy elsewhere, and saw its end with the next) would count as
+    thousands: no error is taken relative to less than what the fit before says, at the pace of most steps.
+    So neither decides for long, not even as the first that is seen."""
 
     def __init__(self) -> None:
+        self._seen = deque[tuple[tuple[float, float, float], float]](maxlen=REMEMBERED)
+        """What was in each step, and how long it took."""
+        self._weighed = self._current = False
+        """Whether the sums, and the fit, are of all that was seen."""
         self._products = [[0.0] * PARTS for _ in range(PARTS)]
         self._sums = [0.0] * PARTS
-        self._fit: tuple[float, ...] | None = None
+        self._fit: tuple[float, ...] = (0.0,) * PARTS
         self._most_step_s: float | None = None
 
     def note_small(self, seconds: float) -> None:
         """So long take steps of late in which hardly anything is: a step's own part is no more."""
-        if seconds > 0:
-            self._most_step_s, self._fit = seconds, None
+        if seconds > 0 and seconds != self._most_step_s:
+            self._most_step_s, self._current = seconds, False
 
     def note(self, work: PromptWork, seconds: float) -> None:
         """A step took so long."""
-        if seconds <= 0 or work.tokens <= 0:
-            return
-        row = [part / seconds for part in work.parts]
-        for first in range(PARTS):
-            self._sums[first] = self._sums[first] * KEPT + row[first]
-            for second in range(PARTS):
-                self._products[first][second] = self._products[first][second] * KEPT + row[first] * row[second]
-        self._fit = None
+        if seconds > 0 and work.tokens > 0:
+            self._seen.append((work.parts, seconds))
+            self._weighed = self._current = False
 
     def seconds(self, work: PromptWork) -> float | None:
         """None: nothing was seen yet."""
-        if not any(self._sums):
+        if not self._seen:
             return None
-        if self._fit is None:
-            self._fit = self._fitted()
-        return sum(cost * part for cost, part in zip(self._fit, work.parts, strict=True))
+        if not self._weighed:
+            self._weigh()
+        if not self._current:
+            self._fit, self._current = self._fitted(), True
+        return _of(self._fit, work.parts)
+
+    def _weigh(self) -> None:
+        """Sums over all that was seen, the newest most."""
+        fit = self._fit if any(self._fit) else (0.0, 1.0, 0.0)  # Before the first: by tokens.
+        expected = [_of(fit, parts) for parts, _ in self._seen]
+        ratios = [took / by_fit for (_, took), by_fit in zip(self._seen, expected, strict=True) if by_fit > 0]
+        pace = median_low(ratios) if ratios else 0.0
+        self._products = [[0.0] * PARTS for _ in range(PARTS)]
+        self._sums = [0.0] * PARTS
+        for (parts, took), by_fit in zip(self._seen, expected, strict=True):
+            scale = max(took, by_fit * pace)
+            row, target = [part / scale for part in parts], took / scale
+            for first in range(PARTS):
+                self._sums[first] = self._sums[first] * KEPT + row[first] * target
+                for second in range(PARTS):
+                    self._products[first][second] = self._products[first][second] * KEPT + row[first] * row[second]
+        self._weighed = True
 
     def _fitted(self) -> tuple[float, ...]:
         """Least squares, no part below 0, and the step's own not above what is known: the best of all solutions in
@@ -135,6 +160,10 @@ class PrefillCost:
         for at, (one, size) in enumerate(zip(kept, sizes, strict=True)):
             found[one] = rows[at][-1] / rows[at][at] / size
         return tuple(found)
+
+
+def _of(fit: tuple[float, ...], parts: tuple[float, ...]) -> float:
+    return fit[0] * parts[0] + fit[1] * parts[1] + fit[2] * parts[2]
 
 
 def _choices(parts: Iterable[int]) -> list[tuple[int, ...]]:

@@ -165,6 +165,25 @@ def test_costs_are_found_from_steps_that_differ() -> None:
         assert cost.seconds(work) == pytest.approx(exact_s, rel=0.05)
 
 
+@pytest.mark.parametrize("wrong_s", [0.0005, 30.0], ids=["no time", "far too long"])
+@pytest.mark.parametrize("at", [0, 1, 20], ids=["first", "second", "later"])
+@pytest.mark.parametrize("asked", [True, False], ids=["asked always", "asked at the end"])
+def test_a_time_that_is_wrong_does_not_decide(wrong_s: float, at: int, asked: bool) -> None:
+    """The host stood still while one step was over, and the next as well."""
+    planted, cost, choice = (0.01, 23e-6, 0.7e-9), PrefillCost(), random.Random(3)
+    whole = PromptWork(2, 16_384, 134_225_920)
+    whole_s = sum(one * part for one, part in zip(planted, whole.parts, strict=True))
+    for number in range(28):
+        work = PromptWork(1, choice.randint(64, 8192), choice.randint(10_000, 30_000_000))
+        exact_s = sum(one * part for one, part in zip(planted, work.parts, strict=True))
+        cost.note(work, wrong_s if number == at else exact_s * choice.uniform(0.98, 1.02))
+        if asked and number > at + 3:
+            by_fit_s = cost.seconds(whole)
+            assert by_fit_s is not None
+            assert 0.6 < by_fit_s / whole_s < 1.6
+    assert cost.seconds(whole) == pytest.approx(whole_s, rel=0.15)
+
+
 def test_steps_that_are_alike_do_not_show_what_a_token_costs() -> None:
     """They may all take as long because weights come over a link, whatever is in them."""
     cost = PrefillCost()

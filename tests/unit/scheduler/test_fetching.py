@@ -225,6 +225,14 @@ def test_a_step_that_is_applied_before_it_is_computed_shows_with_the_next_that_t
     assert abs(seconds - 0.48) < 0.02
 
 
+def test_what_a_small_step_takes_is_not_what_capturing_its_graph_took() -> None:
+    """Nor what one took that was over when the host looked."""
+    fetching = world().scheduler._fetching
+    for turn, took_s in enumerate([2.0, 0.006, 0.006, 0.5, 0.006, 0.00001, 0.006, 0.4, 0.006]):
+        fetching.note_applied([(turn, 1)], 10 * turn + 10, 10 * turn + 10 + took_s)
+    assert abs(fetching._step_s - 0.006) < 1e-6
+
+
 def test_rates_are_of_what_was_seen_last() -> None:
     rate = SeenRate()
     assert rate.per_s is None

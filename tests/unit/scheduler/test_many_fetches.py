@@ -17,7 +17,7 @@ from holdfast.kvcache import KVCache, KVLayout, Tier, TierLimits, form_groups
 from holdfast.records import Request, SamplingParams, StepPlan, StepResult
 from holdfast.scheduler import Scheduler, SchedulerLimits
 from holdfast.scheduler.fetching import PASSED
-from holdfast.scheduler.prefill_cost import pairs
+from holdfast.scheduler.prefill_cost import PromptWork, pairs
 
 BLOCK = 16
 PAGE_S, STEP_S, TOKEN_S, PAIR_S = 2**21 / 50e9, 0.006, 23e-6, 0.7e-9
@@ -28,10 +28,12 @@ LIMITS = {"storing_share": 1 / 8, "spare_share": 1 / 4}
 
 @dataclass
 class World:
-    """`smaller`: all sizes are so many times smaller, and what is in them takes as much longer."""
+    """`smaller`: all sizes are so many times smaller, and what is in them takes as much longer. `host_s`: for how long
+    the host is busy with a step that it launches, while the GPU computes what it can."""
 
     scheduler: Scheduler
     smaller: int
+    host_s: Callable[[StepPlan], float] = lambda plan: 0.0
     now_s: float = 0.0
     computed_s: float = 0.0
     """Until when all that was launched will be computed."""
@@ -75,6 +77,7 @@ class World:
         )
         self.computed += plan.token_count
         self.computed_s = max(before_s, self.now_s) + own_s
+        self.now_s += self.host_s(plan)
         self._in_flight.append((plan, self.computed_s))
 
     def apply(self) -> None:
@@ -120,15 +123,31 @@ def open_world(pages: int, smaller: int, longest: int, **tiers: Any) -> World:
     return World(Scheduler(limits, KVCache(layout, pages + 1, True, TierLimits(**(scaled | LIMITS | tiers)))), smaller)
 
 
-def test_conversations_that_come_back_at_once_all_come_from_ram() -> None:
+def stall_at(*steps: int) -> Callable[[StepPlan], float]:
+    """Kernels are compiled, or a graph is captured: 3 s behind what these steps launch first. When their ends are seen,
+    a step behind them may be over as well."""
+    return lambda plan: 3.0 if plan.step_id in steps else 0.002
+
+
+@pytest.mark.parametrize(
+    "stalls",
+    [(), (1,), (2,), (3,), (1, 2, 3, 4), tuple(range(2, 64, 9)), (60, 61, 62, 63, 64, 65)],
+    ids=["none", "first", "second", "third", "at the start", "now and then", "late"],
+)
+def test_conversations_that_come_back_at_once_all_come_from_ram(stalls: tuple[int, ...]) -> None:
     """32 of 16k tokens over a pool that holds 8: the link alone takes 1.4 s, and to compute them all takes 15."""
     smaller, pages = 8, 1024 // 8
     world = open_world(int(8.3 * pages), smaller, 18_432 // smaller, host_pages=36_000 // smaller)
+    world.host_s = stall_at(*stalls)
     for number in range(32):
         world.add(f"first {number}", pages * BLOCK, 1)
         world.run(lambda number=number: f"first {number}" in world.first_s)  # type: ignore[misc]
     world.run(lambda: not world.scheduler.has_copies)
     asked_s, computed, tiers = world.now_s, world.computed, world.scheduler.kv.tiers
+    seen = pairs(world.scheduler.kv.layout, 0, pages * BLOCK)
+    by_fit_s = world.scheduler._fetching.prefill.seconds(PromptWork(2, pages * BLOCK, seen))
+    exact_s = 2 * STEP_S + (pages * BLOCK * TOKEN_S + seen * PAIR_S * smaller) * smaller
+    assert by_fit_s == pytest.approx(exact_s, rel=0.25)
     for number in range(32):
         world.add(f"again {number}", pages * BLOCK, 1)
     world.run(lambda: not world.scheduler.has_unfinished)
@@ -137,6 +156,21 @@ def test_conversations_that_come_back_at_once_all_come_from_ram() -> None:
     assert tiers is not None
     assert tiers.loaded_pages[Tier.HOST] <= 25 * pages, "who lay in the pool was evicted for others first"
     world.scheduler.check_invariants()
+
+
+@pytest.mark.parametrize("stalls", [(), (1,), (2,), (3,), (2, 4), tuple(range(3, 64, 9)), (29,)], ids=str)
+def test_what_prompts_cost_is_found_whenever_the_host_stands_still(stalls: tuple[int, ...]) -> None:
+    """One step is launched behind the other. That the host looks late at one makes the next seem to take no time."""
+    smaller, pages = 8, 512 // 8
+    world = open_world(40 * pages, smaller, 18_432 // smaller)
+    world.host_s = stall_at(*stalls)
+    for number in range(30):
+        world.add(f"first {number}", (pages - number % 5) * BLOCK, 1)
+    world.run(lambda: not world.scheduler.has_unfinished)
+    tokens = pages * BLOCK
+    seen = pairs(world.scheduler.kv.layout, 0, tokens)
+    by_fit_s = world.scheduler._fetching.prefill.seconds(PromptWork(1, tokens, seen))
+    assert by_fit_s == pytest.approx(STEP_S + (tokens * TOKEN_S + seen * PAIR_S * smaller) * smaller, rel=0.25)
 
 
 def test_conversations_that_come_back_beside_streams_come_from_ram() -> None:
