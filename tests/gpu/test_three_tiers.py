@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 from free_ports import free_port
-from named_model import named_models, why_not
+from named_model import MODEL_VARIABLE, named_models, why_not
 from three_tiers import three_tiers
 
 from holdfast import LLM, SamplingParams
@@ -64,10 +64,12 @@ class Server:
 
     def __init__(self, *arguments: str) -> None:
         self.port, self._log = free_port(), tempfile.TemporaryFile("w+")  # noqa: SIM115 (it ends with this)
+        # Which model tests take is no setting of Holdfast, and is refused as one.
+        environment = {name: value for name, value in os.environ.items() if name != MODEL_VARIABLE}
         # A session of its own: all of it can be killed.
         self.process = subprocess.Popen(
             [sys.executable, "-m", "holdfast", "serve", *arguments, "--port", str(self.port)],
-            stderr=self._log, start_new_session=True,
+            env=environment, stderr=self._log, start_new_session=True,
         )  # fmt: skip
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=PATIENCE_S)
 
