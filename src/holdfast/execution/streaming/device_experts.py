@@ -36,6 +36,7 @@ from holdfast.execution.streaming.expert_uses import ExpertUses, Swap
 from holdfast.execution.streaming.pinned_memory import PinnedMemory, as_device_memory
 from holdfast.footprint.expert_places import LINK_SHARE, ExpertPlaces
 from holdfast.footprint.streamed import with_gaps
+from holdfast.held_interrupts import interrupts_put_off
 from holdfast.observability.decisions import Decision
 from holdfast.records import ExpertUse, LinkUse
 from holdfast.units import format_bytes
@@ -197,7 +198,8 @@ class DeviceExperts:
             self._empty_slots()
             self._swaps.extend(self._counted.look_at(self._uses))
             for _ in range(min(SWAPS_A_STEP, len(self._swaps))):
-                self._swap(self._swaps.popleft())
+                with interrupts_put_off():  # Half of an expert would stay where the other half is another's.
+                    self._swap(self._swaps.popleft())
         with nullcontext() if self.host is None or tokens > self.few_tokens else self.host.step(tokens):
             yield
 
@@ -269,6 +271,7 @@ class DeviceExperts:
 
     def _ask(self, layer: int) -> None:
         slot = self._slot(layer)
+        slot.layer = None  # Until all of it is asked for: that may be interrupted.
         self._copies.after_launched(slot.read)
         self._copies.copy(self._piece(layer), slot.tensor[: self._size(layer)], slot.read, [slot.copied])
         slot.layer = layer

@@ -142,6 +142,11 @@ class DeviceLayers:
         return self._order
 
     @property
+    def link_bytes_per_s(self) -> float:
+        """As measured at the start; 0: it was not. For any thread, while another launches steps."""
+        return self._possible
+
+    @property
     def comes(self) -> bool:
         """Whether steps wait for anything of the link now."""
         return bool(self._order or self._coming)
@@ -260,8 +265,10 @@ class DeviceLayers:
             self._send(half, beat)
         self._copies.await_copy(half.copied)
         if half.packed:
+            half.layer = None  # Ctrl-C may come between any two lines: it is spread once, or comes again.
             half.packed = False
             self._copies.launch(partial(self.pieces.spread, layer, self.place(layer), number))
+            half.layer = layer
 
     def _ask(self, layer: int, number: int) -> None:
         half, other = (self._slot(layer).halves[at] for at in (number, 1 - number))
@@ -445,9 +452,10 @@ class DeviceLayers:
 
     def _arrive(self, layer: int) -> None:
         """From where it waited, to stay: in its turn among those that are streamed, which is the order of need."""
-        never, copied = self._copies.mark(), self._copies.mark()
+        read, copied = self._copies.mark(), self._copies.mark()
         place = self.place(layer)
-        self._copies.copy_pieces(self.pieces.pairs(layer, self._in_ram[layer], place, *BOTH), never, [copied])
+        self._copies.after_launched(read)  # By a step that did not get to its end, and left it half spread.
+        self._copies.copy_pieces(self.pieces.pairs(layer, self._in_ram[layer], place, *BOTH), read, [copied])
         self._copies.await_copy(copied)
         self._copies.launch(partial(self.pieces.spread, layer, place, *BOTH))
         self._coming.discard(layer)
