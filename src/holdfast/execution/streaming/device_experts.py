@@ -30,7 +30,7 @@ import torch
 from holdfast.errors import EngineError
 from holdfast.execution.memory import Arena
 from holdfast.execution.streaming.copies import Copies, back_rate
-from holdfast.execution.streaming.expert_exchange import FetchedPieces, LayerExchange, bytes_of
+from holdfast.execution.streaming.expert_exchange import ExpertSlot, FetchedPieces, LayerExchange, bytes_of
 from holdfast.execution.streaming.expert_host import ExpertHost
 from holdfast.execution.streaming.expert_uses import ExpertUses, Swap
 from holdfast.execution.streaming.pinned_memory import PinnedMemory, as_device_memory
@@ -156,9 +156,9 @@ class DeviceExperts:
         self._copies.now(slot.tensor[: self._size(layer)], self._piece(layer))
         slot.layer = layer
 
-    def _made_slots(self, count: int) -> list[_ExpertSlot]:
+    def _made_slots(self, count: int) -> list[ExpertSlot]:
         made = [torch.empty(max(self._sizes), dtype=torch.uint8, device=self._device) for _ in range(count)]
-        return [_ExpertSlot(tensor, self._copies) for tensor in made]
+        return [ExpertSlot(tensor, self._copies) for tensor in made]
 
     def know(
         self,
@@ -276,7 +276,7 @@ class DeviceExperts:
         self._copies.copy(self._piece(layer), slot.tensor[: self._size(layer)], slot.read, [slot.copied])
         slot.layer = layer
 
-    def _slot(self, layer: int) -> _ExpertSlot:
+    def _slot(self, layer: int) -> ExpertSlot:
         return self._slots[self._number[layer] % len(self._slots)]
 
     def _piece(self, layer: int) -> torch.Tensor:
@@ -491,11 +491,3 @@ class DeviceExperts:
         self._memory.close()
         self._slots.clear()
         self.slots = None
-
-
-class _ExpertSlot:
-    def __init__(self, tensor: torch.Tensor, copies: Copies) -> None:
-        self.tensor = tensor
-        self.layer: int | None = None
-        """Whose experts are in it, or asked for."""
-        self.read, self.copied = copies.mark(), copies.mark()
