@@ -1,5 +1,5 @@
-"""Layers of quantized checkpoints that come to a device for every step, come to stay, and leave: bit for bit what they are
-where they stay, and as many bytes saved on the way as a plan counts."""
+"""Layers of quantized checkpoints that come to a device for every step, come to stay, and leave: bit for bit what they
+are where they stay, and as many bytes saved on the way as a plan counts."""
 
 from __future__ import annotations
 
