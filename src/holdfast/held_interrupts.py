@@ -1,10 +1,13 @@
-"""Processes of ours that hear nothing of Ctrl-C, from before their first line on. Knows nothing of what they do."""
+"""Ctrl-C where it must not come: in processes of ours that begin, and in the middle of what must not be left half done.
+Knows nothing of what they do."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
+import threading
 from collections.abc import Iterator
+from types import FrameType
 
 
 @contextlib.contextmanager
@@ -19,3 +22,21 @@ def interrupts_held() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
+def interrupts_put_off() -> Iterator[None]:
+    """What is done within is done to its end: Ctrl-C comes afterwards. Masked in this thread it would be heard by
+    others of the process, and still come here."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    heard = list[tuple[int, FrameType | None]]()
+    signal.signal(signal.SIGINT, lambda number, frame: heard.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if heard:
+            before(*heard[0])

@@ -36,7 +36,7 @@ class Gpu:
         ranges = LayerRanges(placed.all_sizes, CPU, self.driver)
         self.layers = DeviceLayers(placed, CPU, SimulatedCopies(), memory, None, ranges, lambda: most - memory.nbytes)
         for layer in range(LAYERS):
-            self.layers.arena(layer).tensor((PAGE,), torch.uint8, CPU).fill_(layer)
+            self.layers.arena(layer).tensor((self.size,), torch.uint8, CPU).fill_(layer)
             self.layers.divide(layer)
             self.layers.keep(layer)
         groups, places = form_groups((None,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 from deadlines import PATIENCE_S
 from held_signals import hears_no_interrupt
 
-from holdfast.held_interrupts import interrupts_held
+from holdfast.held_interrupts import interrupts_held, interrupts_put_off
 
 READY = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); print('ready'); input()"
 
@@ -43,3 +44,44 @@ def test_ours_comes_afterwards() -> None:
         start()
     assert went_on
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+def test_what_must_be_whole_is_done_to_its_end() -> None:
+    """Also where another thread of the process hears of it."""
+    done = list[str]()
+
+    def half_by_half() -> None:
+        with interrupts_put_off():
+            done.append("one half")
+            os.kill(os.getpid(), signal.SIGINT)
+            done.append("the other")
+        done.append("never")
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        half_by_half()
+    assert done == ["one half", "the other"]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL])
+def test_who_hears_nothing_puts_nothing_off(handler: signal.Handlers) -> None:
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        with interrupts_put_off():
+            assert signal.getsignal(signal.SIGINT) is handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_another_thread_puts_nothing_off() -> None:
+    found = list[object]()
+
+    def run() -> None:
+        with interrupts_put_off():
+            found.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(PATIENCE_S)
+    assert found == [signal.getsignal(signal.SIGINT)]

@@ -13,9 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from ctrl_c import ctrl_c
 from simulated_copies import QueuedCopies, unpinned_memory
 
 from holdfast.errors import EngineError
+from holdfast.execution.streaming import device_experts
 from holdfast.execution.streaming.device_experts import DeviceExperts
 from holdfast.execution.streaming.expert_uses import ExpertUses, Swap
 from holdfast.execution.streaming.pinned_memory import PinnedMemory
@@ -189,6 +191,30 @@ def test_a_change_that_was_wanted_twice_is_made_once(monkeypatch: pytest.MonkeyP
     copies.run_all()
     assert (placed.experts.expert_use().swaps, placed.read) == (1, 4)
     placed.experts.close()
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_ctrl_c_before_any_line_leaves_all_experts_whole(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A caller in the same process goes on with other prompts, and some expert changes places before most steps."""
+    rng = random.Random(seed)
+    monkeypatch.setattr(ExpertUses, "look_at", lambda uses, counted: [some_swap(uses, rng)])
+    copies = QueuedCopies(seed)
+    placed = Placed(in_threes(4), copies)
+    for _ in range(12):
+        with ctrl_c(device_experts, rng.randint(1, 120)):
+            placed.step(4, rng.choice([2, 9]))
+        placed.step(4, 9)
+        copies.run_all()  # Places are changed at once here.
+    assert torch.equal(placed.experts.places, placed.experts._counted.places)
+    assert placed.experts.expert_use().swaps > 0
+    placed.experts.close()
+
+
+def some_swap(uses: ExpertUses, rng: random.Random) -> Swap:
+    number = rng.randrange(len(uses.places))
+    row = uses.places[number].tolist()
+    waits, stays = ([expert for expert in range(EXPERTS) if (row[expert] < 0) == away] for away in (True, False))
+    return Swap(number, rng.choice(waits), rng.choice(stays))
 
 
 def test_what_was_used_only_grows() -> None:

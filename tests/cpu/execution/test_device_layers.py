@@ -16,10 +16,12 @@ from pathlib import Path
 import pytest
 import torch
 from aliased_memory import AliasedMemory
+from ctrl_c import ctrl_c
 from simulated_copies import QueuedCopies, SimulatedCopies, unpinned_memory
 
 from holdfast.errors import EngineError
 from holdfast.execution.gpu.memory.layer_ranges import LayerRanges
+from holdfast.execution.streaming import device_layers
 from holdfast.execution.streaming.device_layers import DeviceLayers
 from holdfast.execution.streaming.disk import layer_file
 from holdfast.execution.streaming.disk.layer_file import LayerFile, ReadInto
@@ -325,6 +327,60 @@ def test_a_disk_that_fails_is_an_error_and_the_next_step_reads_what_is_right(tmp
     reader.step(6)
     reader.step(6)
     copies.run_all()
+    layers.close()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_ctrl_c_before_any_line_leaves_no_layer_half_there(seed: int, tmp_path, monkeypatch) -> None:
+    """A caller in the same process goes on with other prompts."""
+    monkeypatch.setattr(layer_file, "PIECE_BYTES", PAGE)
+    rng, by_layer = random.Random(seed), [2 * PAGE + 64 * layer for layer in range(6)]
+    streamed = streamed_layers(by_layer, 4, rng.choice([0, 0, 2]))
+    copies, driver = QueuedCopies(seed), AliasedMemory()
+    placed = replace(beside_gpu(streamed, by_layer), ahead=rng.randint(0, 1))
+    placed = replace(placed, saved=less(placed.all_sizes))
+    layers = made(placed, copies, tmp_path, driver=driver, packed=True)
+    reader = Reader(layers, placed, copies, packed=True)
+    for _ in range(6):
+        if rng.random() < 0.5:  # A layer that came to stay arrives in the next step.
+            layers.change(layers.one_less(layers.streamed) if len(layers.streamed) > 2 else streamed.layers)
+        with ctrl_c(device_layers, rng.randint(1, 300)):
+            reader.step(6)
+        reader.step(6)
+    copies.run_all()
+    layers.close()
+
+
+class LinkFirst(QueuedCopies):
+    """Nothing is computed while anything may be copied."""
+
+    def run_some(self) -> None:
+        pass
+
+    def _run_one(self) -> bool:
+        return self._moves()
+
+    def _moves(self) -> bool:
+        return any(queue and self._step(queue) for queue in (self._link, self._computing))
+
+
+def test_ctrl_c_before_any_line_leaves_no_layer_half_arrived(tmp_path) -> None:
+    """That comes to stay."""
+    by_layer = [2 * PAGE] * 2
+    placed = beside_gpu(streamed_layers(by_layer, 2, 0), by_layer)
+    placed = replace(placed, saved=(0, less(placed.all_sizes)[1]))
+    copies = LinkFirst(0)
+    layers = made(placed, copies, tmp_path, driver=AliasedMemory(), packed=True)
+    reader, lines = Reader(layers, placed, copies, packed=True), 0
+    for at in range(1, 200):
+        layers.change((0,))
+        with ctrl_c(device_layers, at) as struck:
+            reader.compute([1])
+        reader.compute([1])
+        copies.run_all()
+        layers.change((0, 1))
+        lines = max(lines, struck.count)
+    assert 10 < lines < 200, "each of them was one"
     layers.close()
 
 

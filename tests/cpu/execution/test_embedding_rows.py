@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import errno
 import mmap
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from ctrl_c import ctrl_c
 from simulated_copies import SimulatedCopies, unpinned_memory
 
 from holdfast.errors import EngineError
-from holdfast.execution.streaming.disk import layer_file
+from holdfast.execution.streaming.disk import embedding_rows, layer_file
 from holdfast.execution.streaming.disk.embedding_rows import EmbeddingRows
 from holdfast.execution.streaming.disk.layer_file import LayerFile, ReadInto
 from holdfast.footprint.streamed import with_gaps
@@ -79,6 +81,35 @@ def test_what_is_waited_for_lets_others_go_on(tmp_path: Path) -> None:
         rows._copies = Late()
         rows.embed(tokens, slots, positions, torch.empty(3, 64), lambda: beats.append(1))
         assert len(meanwhile) == len(beats) == 3
+
+
+@pytest.mark.parametrize("share", range(8))
+def test_ctrl_c_before_any_line_leaves_no_other_row_there(share: int, tmp_path: Path) -> None:
+    """What is still read then comes when some of the next rows are there, and others are not."""
+    weight, late_s = torch.randn(VOCABULARY, 64), dict[int, float]()
+
+    def read(file: int, piece: memoryview, offset: int) -> int:
+        time.sleep(late_s.get((offset - LAYERS * PAGE) // weight[0].nbytes, 0.0))
+        return layer_file._pread(file, piece, offset)
+
+    def embedded(row: list[int]) -> torch.Tensor:
+        out, places = torch.empty(len(row), 64), torch.arange(len(row))
+        rows.embed(torch.tensor([row]), torch.zeros_like(places), places, out)
+        return out
+
+    with kept(weight, tmp_path, read) as (rows, _):
+        in_page = PAGE // weight[0].nbytes
+        with ctrl_c(embedding_rows) as lines:
+            embedded([0, in_page, 2 * in_page])
+        for at in range(1 + share, lines.count + 1, 8):
+            late_s.update({0: 0.004, in_page: 0.004, 2 * in_page: 0.004})
+            with ctrl_c(embedding_rows, at):
+                embedded([0, in_page, 2 * in_page])
+            late_s.clear()
+            late_s[5 * in_page] = 0.01
+            wanted = [3 * in_page, 4 * in_page, 5 * in_page]
+            assert torch.equal(embedded(wanted), weight[wanted]), at
+            late_s.clear()
 
 
 def test_an_error_of_the_disk_is_one_of_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from ctrl_c import ctrl_c
+from deadlines import PATIENCE_S
 from simulated_copies import unpinned_memory
 
 from holdfast.errors import EngineError
 from holdfast.execution import native
+from holdfast.execution.streaming import expert_host
 from holdfast.execution.streaming.expert_host import ExpertHost
 from holdfast.footprint.experts import ExchangeLayout
 
@@ -73,6 +76,30 @@ def test_a_gpu_waits_for_no_host_that_failed(host: ExpertHost, monkeypatch: pyte
             time.sleep(0.001)
         with pytest.raises(EngineError, match="no scratch memory"):
             host.check()
+
+
+def test_ctrl_c_before_any_line_leaves_nobody_waiting(host: ExpertHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the host for a step that is not launched, nor the next step for the host."""
+    monkeypatch.setattr(expert_host, "PATIENCE_S", 0.3)
+
+    def compute() -> None:
+        """As the GPU does, a layer after the other."""
+        with host.step(1):
+            for exchange in host.exchanges:
+                exchange.request.copy_(exchange.step)
+                deadline_s = time.monotonic() + PATIENCE_S
+                while int(exchange.reply) != int(exchange.step) and time.monotonic() < deadline_s:
+                    time.sleep(0.001)
+
+    with ctrl_c(expert_host) as lines:
+        compute()
+    assert lines.count > 8
+    for at in range(1, lines.count + 1):
+        with ctrl_c(expert_host, at):
+            compute()
+        compute()
+        host.check()
+        assert replies(host) == [int(host.exchanges[0].step)] * LAYERS
 
 
 def test_layers_that_are_not_asked_for_are_left_out(host: ExpertHost) -> None:

@@ -19,6 +19,7 @@ from holdfast.execution.streaming import host_mlps
 from holdfast.execution.streaming.device_layers import DeviceLayers
 from holdfast.execution.streaming.host_mlps import HostMlps, MlpOffer
 from holdfast.footprint.streamed import hosted_layers, speedup, streamed_layers
+from holdfast.records import LinkUse
 from holdfast.units import GIB
 
 CPU = torch.device("cpu")
@@ -153,6 +154,29 @@ def decided(layers: DeviceLayers, room: int, mlp: native.ExpertLayer | None) -> 
     hosts.begin()
     hosts.wait(30)
     return hosts
+
+
+class OfOneThread(SimulatedCopies):
+    """Its times are collected by whoever asks for them: of two threads one would take an event that is not over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._owner = threading.get_ident()
+
+    def use(self) -> LinkUse:
+        assert threading.get_ident() == self._owner
+        return super().use()
+
+
+def test_who_decides_leaves_the_link_to_the_thread_that_launches_steps(
+    layers: DeviceLayers, mlp: native.ExpertLayer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_mlps, "measure_layers", lambda *given: 1e-9)
+    monkeypatch.setattr(layers, "_copies", OfOneThread())
+    hosts = decided(layers, GIB, mlp)
+    assert hosts.joined is not None
+    assert layers.use().possible_bytes_per_s == 10e9
+    hosts.close()
 
 
 def test_as_many_as_are_worth_it_and_ram_holds(

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -182,3 +183,30 @@ def test_the_link_tells_how_long_it_brought_pages_from_ram() -> None:
     assert come(4, 2.0, 4) == 0.0
     assert come(4, 1.0, 4, Tier.DISK) == 0.0
     assert come(4, 1.0, 4) == 1.0
+
+
+@pytest.mark.parametrize("to_pool", [True, False])
+def test_what_was_interrupted_writes_to_nobodys_page(to_pool: bool) -> None:
+    """Ctrl-C when a copy is on its way and nobody has heard of it."""
+    page = 4096
+
+    class Struck(SimulatedCopies):
+        def _begin(self, pieces: Any, done: Any) -> None:
+            super()._begin(pieces, [])
+            raise KeyboardInterrupt
+
+    pool, link, host = torch.zeros(8 * page, dtype=torch.uint8), Struck(1), HostMemory(pinned([4 * page]), page)
+    while not host.settled:
+        host.look()
+    copies = GpuPageCopies(lambda: pool, page, link, lambda: False, host, None)
+    ends = (1, Tier.HOST, 2, Tier.DEVICE) if to_pool else (2, Tier.DEVICE, 1, Tier.HOST)
+    asked: Any = SimpleNamespace(copies=[BlockCopy(0, ends[1], ends[0], ends[3], ends[2], False)])
+    with pytest.raises(KeyboardInterrupt):
+        (copies.begin if to_pool else copies.launch_stores)(asked)
+    copies.abandon()
+    written = pool if to_pool else host.run(0, 4)
+    written.fill_(7)
+    link.settle()
+    assert set(written.tolist()) == {7}
+    assert copies.over(wait=False) == ([], [])
+    copies.close()

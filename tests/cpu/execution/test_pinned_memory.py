@@ -8,6 +8,7 @@ import mmap
 import os
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +18,8 @@ from deadlines import PATIENCE_S
 from holdfast.errors import EngineError
 from holdfast.execution.lora.upload import PlaceSender
 from holdfast.execution.streaming import pinned_memory
-from holdfast.execution.streaming.pinned_memory import PinnedMemory, device_address, unregister
+from holdfast.execution.streaming.copies import CudaCopies
+from holdfast.execution.streaming.pinned_memory import PinnedMemory, device_address, register, unregister
 from holdfast.observability.codes import explain
 
 GPU = torch.device("cuda", 1)
@@ -131,11 +133,53 @@ def test_copies_on_its_own_gpu_are_waited_for_before_it_is_given_back(
 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: order.append(device))
     monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostUnregister=give_back))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(order.append("on it")))
+    monkeypatch.setattr(pinned_memory, "forget_error", lambda device: order.append(f"{device} forgets"))
     assert unregister([7], GPU) == []
-    assert (order, caplog.text) == ([GPU, 7], "")
+    assert (order, caplog.text) == ([GPU, "on it", 7], "")
+    order.clear()
     assert unregister([8, 9], GPU) == [8]
-    assert order == [GPU, 7, GPU, 8, 9]
+    assert order == [GPU, "on it", 8, "cuda:1 forgets", 9], "or the next kernel would be blamed for it"
     assert "did not unpin host memory, which stays taken therefore: CUDA error 713" in caplog.text
+
+
+def test_what_is_not_pinned_is_no_kernels_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who may do without pinned memory goes on, and its next kernel is launched by the same thread."""
+    order = list[object]()
+
+    def pin(address: int, nbytes: int, flags: int) -> int:
+        order.append(nbytes)
+        return 2 if nbytes > PAGE else 0
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=pin))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(pinned_memory, "forget_error", order.append)
+    assert [register(PAGE, nbytes, GPU) for nbytes in (PAGE, 2 * PAGE)] == [0, 2]
+    assert order == [PAGE, 2 * PAGE, GPU]
+
+
+def test_a_gpu_that_does_not_answer_keeps_nobody_from_closing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or what was said first, and its memory, would be lost."""
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            pass
+
+        def synchronize(self) -> None:
+            raise RuntimeError("CUDA error: unspecified launch failure")
+
+    def broken(device: torch.device | None = None) -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    kept, copies = list[torch.Tensor](), torch.zeros((2, PAGE))
+    monkeypatch.setattr(pinned_memory, "_kept", kept)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", SimpleNamespace)
+    monkeypatch.setattr(torch.cuda, "synchronize", broken)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 0))
+    CudaCopies(GPU).close()
+    PlaceSender(copies, torch.zeros((3, PAGE))).close()
+    assert [one.data_ptr() for one in kept] == [copies.data_ptr()]
 
 
 def test_memory_of_a_gpu_that_does_not_answer_stays_taken(
@@ -187,6 +231,7 @@ def test_memory_of_adapters_is_unpinned_once_by_whoever_has_it_last(
     driver = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda at: freed.append(at) or 0)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(synchronize=lambda: None))
     monkeypatch.setattr(torch.cuda, "Event", SimpleNamespace)
     sender = PlaceSender(copies, torch.zeros((3, PAGE), device=cpu))

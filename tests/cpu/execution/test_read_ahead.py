@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from concurrent.futures import Future
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,12 @@ def made(folder: Path, read: ReadInto | None = None) -> tuple[ReadAhead, LayerFi
     file = LayerFile(folder, LAYERS, PIECES * PAGE, read)
     ahead = ReadAhead(range(LAYERS), file, unpinned_memory([PIECES * PAGE] * 2).pieces, SimulatedCopies())
     for layer in range(LAYERS):
-        ahead.write(layer, torch.full((PIECES * PAGE,), layer + 1, dtype=torch.uint8))
+        ahead.write(layer, partial(fill, layer + 1))
     return ahead, file
+
+
+def fill(number: int, memory: torch.Tensor) -> None:
+    memory.fill_(number)
 
 
 class Interrupted:

@@ -47,6 +47,21 @@ def test_what_is_refused_changes_nothing_and_can_be_tried_again(call: str) -> No
     one.close()
 
 
+def test_a_device_that_has_failed_keeps_nobody_from_closing(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, driver = made()
+    one.back(GRANULE)
+
+    def broken() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    freed = list[int]()
+    monkeypatch.setattr(one._memory, "wait", broken)
+    monkeypatch.setattr(driver, "cuMemAddressFree", lambda at, nbytes: freed.append(nbytes))
+    one.close()
+    one.close()
+    assert (freed, one.mapped_bytes) == ([10 * GRANULE], 0)
+
+
 def test_memory_that_ends_after_some_pieces_changes_nothing() -> None:
     one, driver = made(100 * GRANULE)
     one.back(20 * GRANULE)

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
 import random
+import threading
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from ctrl_c import ctrl_c
+from deadlines import PATIENCE_S
 
 from holdfast.config import EngineConfig
 from holdfast.engine.startup.build import build_core, find_model, plan_model
 from holdfast.errors import ConfigurationError, EngineError
 from holdfast.execution.memory import Arena
+from holdfast.execution.streaming import layer_slots
 from holdfast.execution.streaming.disk import layer_file
 from holdfast.execution.streaming.disk.layer_file import LayerFile, ReadInto
 from holdfast.execution.streaming.layer_slots import LayerSlots
@@ -159,6 +165,58 @@ def test_what_is_still_on_its_way_after_an_error_does_not_overwrite_the_next_lay
     time.sleep(0.3)
     assert bytes(slots.arena(2).tensor((8 * PAGE,), torch.uint8, torch.device("cpu")).numpy()) == contents[2]
     slots.close()
+
+
+@pytest.mark.parametrize("share", range(4))
+def test_ctrl_c_before_any_line_leaves_no_layer_half_read(share: int, tmp_path, monkeypatch) -> None:
+    """What nobody has heard of comes late, and not into the layer that is read next."""
+    monkeypatch.setattr(layer_file, "PIECE_BYTES", 4 * PAGE)
+    late_s = [0.0]
+
+    def read(descriptor: int, piece: memoryview, offset: int) -> int:
+        time.sleep(late_s[0])
+        return os.preadv(descriptor, [piece], offset)
+
+    file, contents = filled(tmp_path, read)
+    slots = LayerSlots(StreamedLayers((0, 1, 2), (8 * PAGE,) * 3, 24 * PAGE, (0, 1, 2)), file)
+
+    def step(layers: Iterable[int]) -> None:
+        for layer in layers:
+            slots.begin(layer)
+            slots.end(layer)
+
+    with ctrl_c(layer_slots) as lines:
+        step((0, 1, 2))
+    for at in range(1 + share, lines.count + 1, 4):
+        late_s[0] = 0.005
+        with ctrl_c(layer_slots, at):
+            step((0, 1, 2))
+        late_s[0] = 0.0
+        for layer in (0, 1, 2):
+            slots.begin(layer)
+            time.sleep(0.006)
+            found = slots.arena(layer).tensor((8 * PAGE,), torch.uint8, torch.device("cpu"))
+            assert bytes(found.numpy()) == contents[layer], (at, layer)
+            slots.end(layer)
+    slots.close()
+
+
+def test_eight_pieces_are_read_at_a_time(tmp_path, monkeypatch) -> None:
+    """Past the page cache, where the file system can: the disk has that much to do at once."""
+    monkeypatch.setattr(layer_file, "PIECE_BYTES", PAGE)
+    together = threading.Barrier(8)
+
+    def read(descriptor: int, piece: memoryview, offset: int) -> int:
+        together.wait(PATIENCE_S)
+        return os.preadv(descriptor, [piece], offset)
+
+    file, contents = filled(tmp_path, read)
+    assert bool(fcntl.fcntl(file._file, fcntl.F_GETFL) & os.O_DIRECT) == file.direct
+    memory = mmap.mmap(-1, 8 * PAGE)
+    for piece in list(file.read(1, memory)):
+        piece.result()
+    assert memory[:] == contents[1]
+    file.close()
 
 
 def test_a_slow_disk_is_not_a_hang(tmp_path, monkeypatch) -> None:

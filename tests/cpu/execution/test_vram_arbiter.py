@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -37,6 +38,28 @@ def test_a_larger_budget_takes_layers_in_and_a_smaller_one_sends_them_out() -> N
     assert all_of_it.layers.streamed == ()
     assert gpu.told_bytes() == gpu.total
     assert all_of_it.kv_bytes > 300 * PAGE, "all layers stay, and KV has the rest"
+    gpu.close()
+
+
+@pytest.mark.parametrize("more", [3, -3])
+def test_ctrl_c_comes_when_layers_have_moved_and_are_counted(more: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever in it: a caller in the same process goes on."""
+    gpu = Gpu()
+    whole, change = gpu.driver.whole(gpu.size), gpu.layers.change
+
+    def struck(streamed: tuple[int, ...]) -> None:
+        signal.raise_signal(signal.SIGINT)
+        change(streamed)
+
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(gpu.layers, "change", struck)
+        with pytest.raises(KeyboardInterrupt):
+            gpu.change(gpu.budget + more * whole)
+    assert len(gpu.layers.streamed) != STREAMED
+    assert gpu.arbiter.shares["weights"] == gpu.layers.resident_bytes
+    assert gpu.arbiter.shares["layer_slots"] == gpu.layers.nbytes
+    again = gpu.change(gpu.budget)
+    assert (len(again.layers.streamed), gpu.told_bytes()) == (STREAMED, gpu.budget)
     gpu.close()
 
 

@@ -5,13 +5,13 @@ Small packets of steps share the way: a piece is as much as they can wait for. K
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import weakref
+from contextlib import suppress
 
 import torch
 
-from holdfast.execution.streaming.pinned_memory import unpin
+from holdfast.execution.streaming.pinned_memory import forget_error, unpin
 
 log = logging.getLogger("holdfast")
 
@@ -41,8 +41,7 @@ class PlaceSender:
             log.warning(
                 "memory for copying LoRA adapters could not be pinned (CUDA error %d): steps wait for the copies", told
             )
-            with contextlib.suppress(RuntimeError):  # Else the next kernel would be blamed for it.
-                torch.empty(1, device=self._places.device).fill_(1)
+            forget_error(self._places.device)
         return not told
 
     def follow_steps(self) -> None:
@@ -70,6 +69,7 @@ class PlaceSender:
         self._stream.synchronize()
 
     def close(self) -> None:
-        self._stream.synchronize()
+        with suppress(RuntimeError):  # A device that has failed copies nothing any more.
+            self._stream.synchronize()
         if self._end is not None:
             self._end()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -235,8 +236,9 @@ class CudaCopies:
         self._schedule.dropped()
         self._pending.clear()
         self._on_way.clear()
-        self._stream.synchronize()
-        self._back.synchronize()
+        with suppress(RuntimeError):  # A device that has failed copies nothing any more.
+            self._stream.synchronize()
+            self._back.synchronize()
 
     def timed(self) -> tuple[float, int]:
         return self._busy.timed()

@@ -30,12 +30,13 @@ import torch
 from holdfast.errors import EngineError
 from holdfast.execution.memory import Arena
 from holdfast.execution.streaming.copies import Copies, back_rate
-from holdfast.execution.streaming.expert_exchange import FetchedPieces, LayerExchange, bytes_of
+from holdfast.execution.streaming.expert_exchange import ExpertSlot, FetchedPieces, LayerExchange, bytes_of
 from holdfast.execution.streaming.expert_host import ExpertHost
 from holdfast.execution.streaming.expert_uses import ExpertUses, Swap
 from holdfast.execution.streaming.pinned_memory import PinnedMemory, as_device_memory
 from holdfast.footprint.expert_places import LINK_SHARE, ExpertPlaces
 from holdfast.footprint.streamed import with_gaps
+from holdfast.held_interrupts import interrupts_put_off
 from holdfast.observability.decisions import Decision
 from holdfast.records import ExpertUse, LinkUse
 from holdfast.units import format_bytes
@@ -155,9 +156,9 @@ class DeviceExperts:
         self._copies.now(slot.tensor[: self._size(layer)], self._piece(layer))
         slot.layer = layer
 
-    def _made_slots(self, count: int) -> list[_ExpertSlot]:
+    def _made_slots(self, count: int) -> list[ExpertSlot]:
         made = [torch.empty(max(self._sizes), dtype=torch.uint8, device=self._device) for _ in range(count)]
-        return [_ExpertSlot(tensor, self._copies) for tensor in made]
+        return [ExpertSlot(tensor, self._copies) for tensor in made]
 
     def know(
         self,
@@ -197,7 +198,8 @@ class DeviceExperts:
             self._empty_slots()
             self._swaps.extend(self._counted.look_at(self._uses))
             for _ in range(min(SWAPS_A_STEP, len(self._swaps))):
-                self._swap(self._swaps.popleft())
+                with interrupts_put_off():  # Half of an expert would stay where the other half is another's.
+                    self._swap(self._swaps.popleft())
         with nullcontext() if self.host is None or tokens > self.few_tokens else self.host.step(tokens):
             yield
 
@@ -269,11 +271,12 @@ class DeviceExperts:
 
     def _ask(self, layer: int) -> None:
         slot = self._slot(layer)
+        slot.layer = None  # Until all of it is asked for: that may be interrupted.
         self._copies.after_launched(slot.read)
         self._copies.copy(self._piece(layer), slot.tensor[: self._size(layer)], slot.read, [slot.copied])
         slot.layer = layer
 
-    def _slot(self, layer: int) -> _ExpertSlot:
+    def _slot(self, layer: int) -> ExpertSlot:
         return self._slots[self._number[layer] % len(self._slots)]
 
     def _piece(self, layer: int) -> torch.Tensor:
@@ -488,11 +491,3 @@ class DeviceExperts:
         self._memory.close()
         self._slots.clear()
         self.slots = None
-
-
-class _ExpertSlot:
-    def __init__(self, tensor: torch.Tensor, copies: Copies) -> None:
-        self.tensor = tensor
-        self.layer: int | None = None
-        """Whose experts are in it, or asked for."""
-        self.read, self.copied = copies.mark(), copies.mark()

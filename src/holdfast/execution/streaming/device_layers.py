@@ -32,7 +32,7 @@ from holdfast.execution.streaming.copies import Copies, back_rate
 from holdfast.execution.streaming.disk.embedding_rows import EmbeddingRows
 from holdfast.execution.streaming.disk.layer_file import LayerFile
 from holdfast.execution.streaming.disk.read_ahead import ReadAhead
-from holdfast.execution.streaming.layer_pieces import BOTH, LayerPieces
+from holdfast.execution.streaming.layer_pieces import BOTH, DeviceSlot, LayerPieces, SlotHalf
 from holdfast.execution.streaming.pinned_memory import PinnedMemory, as_device_memory
 from holdfast.footprint.streamed import PAGE_BYTES, StreamedLayers, ahead_of, one_less, one_more
 from holdfast.observability.decisions import Decision
@@ -88,7 +88,7 @@ class DeviceLayers:
         self._number: dict[int, int] = {}
         self._coming: set[int] = set()
         """Those that stay from now on, and are copied once more when they are computed next."""
-        self._slots: list[_DeviceSlot] = []
+        self._slots: list[DeviceSlot] = []
         self._fixed: list[torch.Tensor] = []
         """Slots that are not those of ranges."""
         if ranges is None:
@@ -140,6 +140,11 @@ class DeviceLayers:
     def streamed(self) -> tuple[int, ...]:
         """In their order; the others stay."""
         return self._order
+
+    @property
+    def link_bytes_per_s(self) -> float:
+        """As measured at the start; 0: it was not. For any thread, while another launches steps."""
+        return self._possible
 
     @property
     def comes(self) -> bool:
@@ -260,8 +265,10 @@ class DeviceLayers:
             self._send(half, beat)
         self._copies.await_copy(half.copied)
         if half.packed:
+            half.layer = None  # Ctrl-C may come between any two lines: it is spread once, or comes again.
             half.packed = False
             self._copies.launch(partial(self.pieces.spread, layer, self.place(layer), number))
+            half.layer = layer
 
     def _ask(self, layer: int, number: int) -> None:
         half, other = (self._slot(layer).halves[at] for at in (number, 1 - number))
@@ -272,7 +279,7 @@ class DeviceLayers:
         if layer in self._in_ram:
             self._send(half)
 
-    def _send(self, half: _Half, beat: Callable[[], None] | None = None) -> None:
+    def _send(self, half: SlotHalf, beat: Callable[[], None] | None = None) -> None:
         layer = half.layer
         assert layer is not None
         half.layer = None  # A disk may fail.
@@ -292,7 +299,7 @@ class DeviceLayers:
         memory, copied = self._on_disk.take(layer, beat)
         return memory, [copied]
 
-    def _slot(self, layer: int) -> _DeviceSlot:
+    def _slot(self, layer: int) -> DeviceSlot:
         return self._slots[self._number[layer] % len(self._slots)]
 
     def use(self) -> LinkUse:
@@ -445,9 +452,10 @@ class DeviceLayers:
 
     def _arrive(self, layer: int) -> None:
         """From where it waited, to stay: in its turn among those that are streamed, which is the order of need."""
-        never, copied = self._copies.mark(), self._copies.mark()
+        read, copied = self._copies.mark(), self._copies.mark()
         place = self.place(layer)
-        self._copies.copy_pieces(self.pieces.pairs(layer, self._in_ram[layer], place, *BOTH), never, [copied])
+        self._copies.after_launched(read)  # By a step that did not get to its end, and left it half spread.
+        self._copies.copy_pieces(self.pieces.pairs(layer, self._in_ram[layer], place, *BOTH), read, [copied])
         self._copies.await_copy(copied)
         self._copies.launch(partial(self.pieces.spread, layer, place, *BOTH))
         self._coming.discard(layer)
@@ -456,7 +464,7 @@ class DeviceLayers:
         """These in so many slots, which hold nothing yet; nothing may be on its way."""
         self._order = tuple(layers)
         self._number = {layer: number for number, layer in enumerate(layers)}
-        self._slots = [_DeviceSlot(self._copies) for _ in range(slots)]
+        self._slots = [DeviceSlot(self._copies) for _ in range(slots)]
         if self._ranges is not None:
             for number, layer in enumerate(layers):
                 self._ranges.lend(layer, number % slots)
@@ -479,22 +487,3 @@ class DeviceLayers:
         self._in_ram.clear()
         self._cuts.clear()
         self._embedding = self._arena = None
-
-
-class _DeviceSlot:
-    def __init__(self, copies: Copies) -> None:
-        self.halves = tuple(_Half(number, copies) for number in (0, 1))
-
-
-class _Half:
-    """Of whichever layer is in the slot: its first bytes, which attention reads, or the others."""
-
-    def __init__(self, number: int, copies: Copies) -> None:
-        self.number = number
-        self.layer: int | None = None
-        """Whose bytes are in it, or asked for."""
-        self.waiting = False
-        """For a disk: the copy is not launched."""
-        self.packed = False
-        """It is to be spread before it is read."""
-        self.read, self.copied = copies.mark(), copies.mark()

@@ -23,6 +23,7 @@ from holdfast.execution.native import ComputeThreads, ExpertLayer, HostExchange,
 from holdfast.execution.streaming.expert_exchange import SHARES, LayerExchange
 from holdfast.execution.streaming.pinned_memory import PinnedMemory, as_device_memory
 from holdfast.footprint.experts import ExchangeLayout
+from holdfast.held_interrupts import interrupts_put_off
 
 PATIENCE_S = 60.0
 """For a layer's request: kernels are compiled between layers when they are first used. The GPU waits as long."""
@@ -134,13 +135,17 @@ class ExpertHost:
             if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 yield
                 return
-            self._number = self._number % LAST_STEP + 1
-            self._step.fill_(self._number)
-            self._asked.put((self._number, tokens, layers))
+            number, told = self._number % LAST_STEP + 1, False
             try:
+                with interrupts_put_off():  # Who was told is told of the end, too.
+                    self._number = number
+                    self._step.fill_(number)
+                    self._asked.put((number, tokens, layers))
+                    told = True
                 yield
             except BaseException:
-                self._give_up(self._number)
+                if told:
+                    self._give_up(number)
                 raise
         finally:
             self.beside = False

@@ -189,7 +189,7 @@ class HostMlps:
 
     def _measured(self) -> Joined | str:
         """As many as make steps fastest, by what the link and some MLPs are measured to take; or why there are none."""
-        offer, link = self._offer, self._streamed.use().possible_bytes_per_s
+        offer, link = self._offer, self._streamed.link_bytes_per_s
         room, trial = offer.room, hosted_layers(offer.order, MOST_IN_A_ROW, MEASURED_MLPS)
         if room < len(trial) or not trial or not link:
             size = format_bytes(offer.mlp_bytes)

@@ -99,11 +99,13 @@ class LayerSlots:
         return msgspec.structs.replace(self._file.use(), possible_bytes_per_s=self._possible)
 
     def _fill(self, slot: _Slot, place: int) -> None:
+        if slot.asking:
+            self._file.stop_reading()  # Some of its pieces may be on their way that nobody knows.
         wait(slot.coming)  # Of another layer, which nobody has waited for.
-        slot.place, slot.coming = None, []  # Until all of it is asked for: that may be interrupted.
+        slot.place, slot.coming, slot.asking = None, [], True  # Until all of it is asked for.
         for piece in self._file.read(place, slot.memory):
             slot.coming.append(piece)
-        slot.place = place
+        slot.place, slot.asking = place, False
 
     def _slot(self, layer: int) -> _Slot:
         return self._slots[self._place[layer] % len(self._slots)]
@@ -121,3 +123,5 @@ class _Slot:
         self.place: int | None = None
         """Of the file, whose content is in it or on its way."""
         self.coming: list[Future[None]] = []
+        self.asking = False
+        """For what shall be in it; still so where that was interrupted, by Ctrl-C say."""

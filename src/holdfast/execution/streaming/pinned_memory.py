@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -53,7 +53,15 @@ Progress = Callable[[int, int], None]
 
 def register(address: int, nbytes: int, device: torch.device) -> int:
     with torch.cuda.device(device):
-        return int(torch.cuda.cudart().cudaHostRegister(address, nbytes, MAPPED))
+        if error := int(torch.cuda.cudart().cudaHostRegister(address, nbytes, MAPPED)):
+            forget_error(device)
+    return error
+
+
+def forget_error(device: torch.device) -> None:
+    """CUDA's last one of this thread, which was told: the next kernel would be blamed for it."""
+    with suppress(RuntimeError):
+        torch.empty(1, device=device).fill_(1)
 
 
 _kept: list[torch.Tensor] = []
@@ -69,10 +77,12 @@ def unregister(addresses: Sequence[int], device: torch.device) -> list[int]:
             log.warning("host memory stays pinned, since the GPU does not answer: %s", str(broken).splitlines()[0])
             return list(addresses)
     kept = []
-    for address in addresses:
-        if error := int(torch.cuda.cudart().cudaHostUnregister(address)):
-            log.warning("the driver did not unpin host memory, which stays taken therefore: CUDA error %d", error)
-            kept.append(address)
+    with torch.cuda.device(device) if addresses else nullcontext():  # Whoever collects garbage may be on another.
+        for address in addresses:
+            if error := int(torch.cuda.cudart().cudaHostUnregister(address)):
+                log.warning("the driver did not unpin host memory, which stays taken therefore: CUDA error %d", error)
+                forget_error(device)
+                kept.append(address)
     return kept
 
 

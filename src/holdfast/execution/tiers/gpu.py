@@ -275,18 +275,18 @@ class GpuPageCopies:
         self, source: torch.Tensor, target: torch.Tensor, after: Any, copies: list[BlockCopy], reads: int | None = None
     ) -> None:
         mark = self.link.mark()
+        self._coming.append(_Piece(mark, copies, reads=reads))  # First: whatever interrupts this, it is known.
         if self._behind_weights():
             self.link.copy_later(source, target, after, [mark])
         else:
             self.link.copy(source, target, after, [mark])
-        self._coming.append(_Piece(mark, copies, reads=reads))
 
     def _store(
         self, source: torch.Tensor, target: torch.Tensor, after: Any, copies: list[BlockCopy], writes: int | None = None
     ) -> None:
         mark = self.link.mark()
-        self.link.copy_back(source, target, after, [mark])
         self._going.append(_Piece(mark, copies, writes=writes))
+        self.link.copy_back(source, target, after, [mark])
 
     def over(self, wait: bool) -> Over:
         """Copies that are over since the last time. `wait`: for one of them at least, a little."""
@@ -337,6 +337,7 @@ class GpuPageCopies:
         self.give_up_reads()
         for piece in (*self._coming, *self._going):
             self.link.wait(piece.mark)
+        self.link.settle()  # What was interrupted may be on its way without its mark.
         self.over(wait=False)
 
     def close(self) -> None:

@@ -22,6 +22,7 @@ from holdfast.execution.gpu.memory.kv_range import KVRange
 from holdfast.execution.gpu.memory.virtual_memory import RangeError
 from holdfast.execution.streaming.pinned_memory import NOT_PINNED
 from holdfast.footprint.streamed import page_tables_bytes
+from holdfast.held_interrupts import interrupts_put_off
 from holdfast.records import ExpertsGrant, LayersGrant, LinkUse, VramBudget, VramGrant
 from holdfast.units import counted, format_bytes
 
@@ -264,12 +265,9 @@ class VramArbiter:
         assert self._change_experts is not None
         if experts.bytes_with(staying) > self._layers_bytes():  # The pool makes room first.
             resize_kv(min(self._kv.blocks, blocks_beside(experts.bytes_with(staying))))
-        self._change_experts(staying)
-        self.shares["weights"] = self.shares.get("weights", 0) + experts.resident_bytes - self._resident
-        self.shares["expert_slots"] = experts.nbytes
-        if "page_tables" in self.shares:
-            self.shares["page_tables"] = page_tables_bytes(experts.pinned_bytes) + self._other_tables
-        self._resident = experts.resident_bytes
+        with interrupts_put_off():
+            self._change_experts(staying)
+            self._count(experts, "expert_slots")
 
     def _move_layers(
         self,
@@ -284,7 +282,9 @@ class VramArbiter:
         if layers.bytes_with(streamed) > before:  # The pool makes room first.
             resize_kv(min(self._kv.blocks, blocks_beside(layers.bytes_with(streamed))))
         try:
-            layers.change(streamed)
+            with interrupts_put_off():
+                layers.change(streamed)
+                self._count(layers, "layer_slots")
         except EngineError as error:
             if error.code != NOT_PINNED:
                 raise
@@ -295,12 +295,15 @@ class VramArbiter:
                 fix="POST /memory with more vram, or stop other processes that use RAM",
                 field="vram",
             ) from error
-        # Weights are not all of layers.
-        self.shares["weights"] = self.shares.get("weights", 0) + layers.resident_bytes - self._resident
-        self.shares["layer_slots"] = layers.nbytes
-        if "page_tables" in self.shares:  # More is pinned where a layer left for the first time.
-            self.shares["page_tables"] = page_tables_bytes(layers.pinned_bytes) + self._other_tables
-        self._resident = layers.resident_bytes
+
+    def _count(self, moved: Movable, slots: str) -> None:
+        """Its shares, as they are now."""
+        # Weights are not all of these.
+        self.shares["weights"] = self.shares.get("weights", 0) + moved.resident_bytes - self._resident
+        self.shares[slots] = moved.nbytes
+        if "page_tables" in self.shares:  # More is pinned where one left for the first time.
+            self.shares["page_tables"] = page_tables_bytes(moved.pinned_bytes) + self._other_tables
+        self._resident = moved.resident_bytes
 
     def moves(self, asked: VramBudget, least_blocks: int) -> bool:
         """Whether `change` would move anything: layers, experts, or pages. Raises DoesNotFitError as it does."""

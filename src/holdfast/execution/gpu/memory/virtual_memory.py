@@ -197,7 +197,8 @@ class ReservedRange:
     def close(self) -> None:
         if self._address is None:
             return
-        with contextlib.suppress(RangeError):  # A device that has failed takes nothing back; it ends with the process.
+        # A device that has failed takes nothing back; it ends with the process.
+        with contextlib.suppress(RangeError, RuntimeError):
             self.cut(0)
         self._memory.free_addresses(self._address, self.reserved_bytes)
         self._address, self._pieces, self.mapped_bytes = None, [], 0

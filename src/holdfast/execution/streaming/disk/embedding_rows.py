@@ -39,6 +39,8 @@ class EmbeddingRows:
         self._pages: list[mmap.mmap] = []
         """Of each reader: a row need not begin where a page does."""
         self._rows = self._row_bytes = 0
+        self._under_way = False
+        """Rows are being read, or copied without a mark: nobody else may, until they are."""
 
     def keep(self, weight: torch.Tensor) -> None:
         """All rows, [vocabulary, hidden], go to the file."""
@@ -67,11 +69,21 @@ class EmbeddingRows:
         step = len(self._staged) // self._row_bytes
         for first in range(0, len(numbers), step):
             chosen = numbers[first : first + step]
-            self._copies.wait(self._copied)
+            self._await_staged()
+            self._under_way = True
             self._read(chosen, beat)
             rows = self._staged[: len(chosen) * self._row_bytes].view(out.dtype).view(len(chosen), -1)
             out[first : first + step].copy_(rows, non_blocking=True)
             self._copies.after_launched(self._copied)
+            self._under_way = False
+
+    def _await_staged(self) -> None:
+        """Nobody reads into staged rows, nor copies from them."""
+        if self._under_way:  # Something interrupted it: Ctrl-C comes between any two lines.
+            self._threads.shutdown()
+            self._threads = ThreadPoolExecutor(READERS, "row-reader")
+            self._copies.settle()
+        self._copies.wait(self._copied)
 
     def _numbers(
         self, tokens: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, beat: Callable[[], None] | None
