@@ -222,6 +222,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--to", type=parse_bytes, default="20GiB")
     parser.add_argument("--prompt", type=int, default=2048, help="tokens")
     parser.add_argument("--answer", type=int, default=200, help="tokens")
+    parser.add_argument("--out", type=Path, help="gets the lines too, as they come")
     return parser.parse_args(given)
 
 
@@ -234,6 +235,9 @@ def main(given: list[str] | None = None) -> None:
         for figures in (found, *judge(found, asked)):
             rounded = {name: round(one, 4) if isinstance(one, float) else one for name, one in figures.items()}
             print(json.dumps(rounded), flush=True)
+            if asked.out is not None:
+                with asked.out.open("a") as out:
+                    out.write(json.dumps(rounded) + "\n")
     llm.close()
 
 

@@ -16,7 +16,8 @@
         disk-again DIR      the second half of that alone, in a process of its own
         nothing-to-reuse-disk DIR       as above, with --kv-store in a new folder there
         shrink-moved, shrink-swapped    a pool of 40 GiB becomes one of 20 while streams run: benchmarks/kv_shrink.py
-    --small before the rows tries them on a CPU, with a tiny model, and a store on disk in place of RAM
+    --small     tries rows on a CPU, with a tiny model, and a store on disk in place of RAM
+    --out FILE  gets the lines too, as they come
 
 Dummy weights in real shapes, token ids, no tokenizer; a line of JSON for each part of a row as soon as it is measured,
 with what is wanted of it, and whether it holds. Engines are stepped in this process, and one that the next row can use
@@ -25,10 +26,10 @@ stays, with the conversations that it knows; for each part of `nothing-to-reuse`
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import random
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -176,9 +177,17 @@ def settle(core: EngineCore) -> None:
         core.step()
 
 
+OUT: list[Path] = []
+"""Where lines go as well."""
+
+
 def say(row: str, **figures: Any) -> None:
     rounded = {name: round(value, 4) if isinstance(value, float) else value for name, value in figures.items()}
-    print(json.dumps({"row": row, **rounded}), flush=True)
+    line = json.dumps({"row": row, **rounded})
+    print(line, flush=True)
+    if OUT:
+        with OUT[0].open("a") as out:
+            out.write(line + "\n")
 
 
 def judge(row: str, what: str, measured: float, *, most: float | None = None, least: float | None = None) -> None:
@@ -396,31 +405,49 @@ def disk_rate(folder: str) -> float:
     return len(order) * piece / (time.perf_counter() - began_s)
 
 
-def main(arguments: list[str]) -> None:
+WITH_FOLDER = ("disk", "disk-again", "nothing-to-reuse-disk")
+ROWS = ("ram", "decode", "nothing-to-reuse", "shrink-moved", "shrink-swapped", *WITH_FOLDER)
+
+
+def asked_rows(parser: argparse.ArgumentParser, given: list[str]) -> list[tuple[str, str | None]]:
+    """With their folders. All are looked at before the first is measured."""
+    found, words = list[tuple[str, str | None]](), iter(given)
+    for row in words:
+        if row not in ROWS:
+            parser.error(f"{row!r} is none of {', '.join(ROWS)}")
+        folder = next(words, None) if row in WITH_FOLDER else None
+        if row in WITH_FOLDER and (folder is None or not Path(folder).is_dir()):
+            parser.error(f"{row} wants a folder that is there, and {folder!r} is none")
+        found.append((row, folder))
+    return found
+
+
+def main(given: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("rows", nargs="+", metavar="ROW [DIR]")
+    asked = parser.parse_args(given)
+    rows = asked_rows(parser, asked.rows)
+    OUT[:] = [] if asked.out is None else [asked.out]
     scratch = tempfile.TemporaryDirectory()
-    scale, engines = whole(), Engines()
-    if arguments[:1] == ["--small"]:
-        scale, arguments = small(scratch.name + "/store"), arguments[1:]
-    while arguments:
-        row = arguments.pop(0)
+    scale, engines = small(scratch.name + "/store") if asked.small else whole(), Engines()
+    for row, folder in rows:
         if row == "ram":
             conversations(engines, scale)
         elif row == "decode":
             decode(engines, scale)
-        elif row == "nothing-to-reuse":
-            nothing_to_reuse(engines, scale, None)
-        elif row == "nothing-to-reuse-disk" and arguments:
-            nothing_to_reuse(engines, scale, arguments.pop(0))
-        elif row in ("disk", "disk-again") and arguments:
-            disk(engines, scale, arguments.pop(0), again=row == "disk-again")
-        elif row in ("shrink-moved", "shrink-swapped"):
-            engines.close()
-            kv_shrink.main([row.removeprefix("shrink-")])
+        elif row in ("nothing-to-reuse", "nothing-to-reuse-disk"):
+            nothing_to_reuse(engines, scale, folder)
+        elif folder is not None:
+            disk(engines, scale, folder, again=row == "disk-again")
         else:
-            raise SystemExit(__doc__)
+            engines.close()
+            out = [] if asked.out is None else ["--out", str(asked.out)]
+            kv_shrink.main([row.removeprefix("shrink-"), *out])
     engines.close()
     scratch.cleanup()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

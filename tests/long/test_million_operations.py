@@ -60,7 +60,8 @@ def random_engine(choice: random.Random, *, tiers: bool = False) -> SimulatedEng
         return SimulatedEngine(
             Scheduler(limits, KVCache(layout, blocks, choice.random() < 0.85)), vocabulary=VOCABULARY
         )
-    store = FakeStore(choice, most=choice.choice([5, 100, 1000])) if choice.random() < 0.6 else None
+    store = FakeStore(choice, most=choice.choice([5, 100, 1000]), late=choice.choice([0.0, 0.7]))
+    disk = store if choice.random() < 0.6 else None
     below = TierLimits(
         host_pages=choice.choice([0, 2, blocks, 4 * blocks]),
         most_loading=choice.choice([2, 16, 500]),
@@ -72,9 +73,9 @@ def random_engine(choice: random.Random, *, tiers: bool = False) -> SimulatedEng
         loads_a_plan=choice.choice([1, 16, 256]),
     )
     return SimulatedEngine(
-        Scheduler(limits, KVCache(layout, blocks, True, below, store)),
+        Scheduler(limits, KVCache(layout, blocks, True, below, disk)),
         vocabulary=VOCABULARY,
-        tiers=SimulatedTiers(choice, store, failing=choice.choice([0.0, 0.1, 0.5])),
+        tiers=SimulatedTiers(choice, disk, failing=choice.choice([0.0, 0.1, 0.5])),
     )
 
 

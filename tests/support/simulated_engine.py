@@ -82,10 +82,12 @@ class _Slot:
 class FakeStore:
     """A store on disk that forgets at random, and says it has what it has lost."""
 
-    def __init__(self, choice: random.Random, most: int = 60, most_room: int = 6) -> None:
-        """`most_room`: pages it takes at once; at any time it may be fewer."""
-        self._choice, self._most, self._most_room = choice, most, most_room
+    def __init__(self, choice: random.Random, most: int = 60, most_room: int = 6, late: float = 0.0) -> None:
+        """`most_room`: pages it takes at once; at any time it may be fewer. `late`: of those that wait to be written,
+        how many still do with the next plan."""
+        self._choice, self._most, self._most_room, self._late = choice, most, most_room, late
         self.pages: dict[bytes, list[int]] = {}
+        self.waiting: dict[bytes, list[int]] = {}
         self.lost: set[bytes] = set()
         self.used = 0
         self.well = True
@@ -105,16 +107,29 @@ class FakeStore:
         self.noted.update(keys)
 
     def takes(self) -> bool:
+        for key in [key for key in self.waiting if self._choice.random() >= self._late]:
+            self._publish(key, self.waiting.pop(key))
         return self.well
 
     def room(self) -> int:
         return self._choice.randrange(self._most_room + 1)
 
+    def awaits(self, key: bytes) -> bool:
+        return key in self.waiting or key in self.pages
+
     def forget(self, keys: Sequence[bytes]) -> None:
         for key in keys:
             self.pages.pop(key, None)
+            self.waiting.pop(key, None)
 
     def write(self, key: bytes, page: list[int]) -> None:
+        assert not self.awaits(key), "a page is brought that is there, or waits to be written"
+        if self._late:
+            self.waiting[key] = page
+        else:
+            self._publish(key, page)
+
+    def _publish(self, key: bytes, page: list[int]) -> None:
         self.pages[key] = page
         self.lost.discard(key)
         while len(self.pages) > self._most:

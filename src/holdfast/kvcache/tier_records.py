@@ -32,6 +32,9 @@ class StoredPages(Protocol):
     def room(self) -> int:
         """How many pages it would take at once now; others wait until it has written some."""
 
+    def awaits(self, key: bytes) -> bool:
+        """It is there, or waits to be written: a copy of it would be dropped."""
+
     def forget(self, keys: Sequence[bytes]) -> None:
         """Of these that are there, or wait to be written, nobody finds any again."""
 

@@ -55,8 +55,10 @@ class LowerTiers:
         self._copies: dict[int, PageLoad | BlockCopy] = {}
         """Planned, and not over; of a page that is stored the copy itself."""
         self._stored_last = NULL_PAGE
-        self._stores = self._writes = 0
-        """Pages on their way to RAM or disk, and of these to disk."""
+        self._stores = 0
+        """Pages on their way to RAM or disk."""
+        self._writing: set[bytes] = set()
+        """Keys of those to disk."""
         self._save_failed = False
         """Since the last step with rows."""
         self._owed = False
@@ -187,23 +189,24 @@ class LowerTiers:
             self.stored.computed(keys)
 
     def _plan_writes(self, applied_step: int, budget: int) -> Iterator[BlockCopy]:
-        """To disk, no more than it takes: the others wait. What has left the pool meanwhile is not written; what is on
-        its way elsewhere is tried again."""
+        """To disk, no more than it takes: the others wait. What has left the pool meanwhile is not written, and neither
+        is what waits there already, asked for by an earlier use or by another process; what is on its way is tried
+        again."""
         if not self._to_write or self.stored is None:
             return
         if not self.stored.takes():
             self.dropped_writes += len(self._to_write)
             self._to_write.clear()
-        most = min(budget, min(self.limits.most_writing, self.stored.room()) - self._writes)
+        most = min(budget, min(self.limits.most_writing, self.stored.room()) - len(self._writing))
         for group, key in list(islice(self._to_write, max(0, most))):
             page = self._index.pages(group).get(key)
-            block = None if page is None else self._pool.blocks[page]
-            if block is not None and not self._storable(block, applied_step):
+            block, name = None if page is None else self._pool.blocks[page], stored_key(group, key)
+            if block is not None and (name in self._writing or not self._storable(block, applied_step)):
                 self._to_write.move_to_end((group, key))
                 continue
             del self._to_write[group, key]
-            if block is not None:
-                yield self._store(block, Tier.DISK, 0, stored_key(group, key))
+            if block is not None and not self.stored.awaits(name):
+                yield self._store(block, Tier.DISK, 0, name)
 
     def begin_sparing(self, pages: int) -> None:
         """So many are to be free or saved for a while. Before the next plan nobody knows that they are."""
@@ -274,7 +277,8 @@ class LowerTiers:
         copy = BlockCopy(self._number(), Tier.DEVICE, block.id, tier, place, False, key)
         self._copies[copy.copy_id] = copy
         self._stores += 1
-        self._writes += tier is Tier.DISK
+        if tier is Tier.DISK:
+            self._writing.add(key)
         return copy
 
     def _left_host(self, key: Key) -> None:
@@ -334,7 +338,7 @@ class LowerTiers:
         return True
 
     def _end_write(self, copy: BlockCopy, arrived: bool) -> None:
-        self._writes -= 1
+        self._writing.remove(copy.key)
         self.stored_pages[Tier.DISK] += arrived
         if copy.key in self._unwanted:
             self._unwanted.remove(copy.key)
@@ -358,8 +362,7 @@ class LowerTiers:
                 self._loads.forget(group, key)
         names = [stored_key(group, key) for group in groups for key in keys]
         self._forget_stored(names)
-        going = {one.key for one in self._copies.values() if isinstance(one, BlockCopy)}
-        self._unwanted |= going.intersection(names)
+        self._unwanted |= self._writing.intersection(names)
 
     def _forget_stored(self, names: Sequence[bytes]) -> None:
         if self.stored is not None:
@@ -393,8 +396,8 @@ class LowerTiers:
         self.host.check_doubles(
             [(block.group, block.hash) for block in self._pool.blocks if block.saved and block.hash]
         )
-        writes = sum(copy.target_tier == Tier.DISK for copy in stores)
-        assert self._writes == writes, f"{self._writes} pages count as on their way to disk, {writes} are"
+        writes = sorted(copy.key for copy in stores if copy.target_tier == Tier.DISK)
+        assert sorted(self._writing) == writes, f"{len(self._writing)} pages count as going to disk, not {writes}"
         self._loads.check(loads)
 
     def _number(self) -> int:

@@ -147,6 +147,10 @@ class PrefixStore:
         """Pages that could wait to be written now."""
         return 0 if self._writer is None else self._writer.room()
 
+    def awaits(self, key: bytes) -> bool:
+        """It is there, or waits to be written: `write` would drop it."""
+        return self._writer is not None and self._writer.awaits(padded(key))
+
     def use(self, keys: Sequence[bytes]) -> None:
         """These are wanted: others are evicted before them. Of a chain the end leaves first."""
         if self._slab is None or not self._slab.writable:  # Nobody would take note.

@@ -126,10 +126,14 @@ class PageWriter:
         """Pages that the queue has places for."""
         return max(0, (self._queue_bytes - self.queued_bytes) // self._slab.slot_bytes)
 
+    def awaits(self, key: bytes) -> bool:
+        """It waits, or is there; asked in this order, since it waits until it is there."""
+        return key in self._pending or key in self._slab.index.slots
+
     def _refusal(self, key: bytes) -> DropReason | None:
         if self._closing:
             return "closing"
-        if key in self._slab.index.slots or key in self._pending:
+        if self.awaits(key):
             return "already there"
         if not self._health.able():
             return "store failing"

@@ -28,8 +28,9 @@ LOOKED, LOOKED_WHOLE = 64, 4
 in it as a whole, which takes a look at each block."""
 MOST_FETCHES = 2
 """Of one sequence, each time that it is in line."""
-KEPT = 0.8
-"""Of what was measured before, with every new measurement."""
+KEPT, MEASURED_S = 0.8, 0.05
+"""Of what was measured before, with every new measurement; of a rate, with so many seconds of them: while much comes
+somebody looks every millisecond, and what a link does not do for a few says little."""
 TRIED = 0.04
 """Of the seconds that computing took because a tier was slower: so many may be lost by trying it once more. A tier
 that is slow for ever costs no more than that."""
@@ -61,7 +62,8 @@ class SeenRate:
 
     def note(self, amount: float, seconds: float) -> None:
         if seconds > 0 and amount > 0:
-            self._amount, self._seconds = self._amount * KEPT + amount, self._seconds * KEPT + seconds
+            kept = KEPT ** min(1.0, seconds / MEASURED_S)
+            self._amount, self._seconds = self._amount * kept + amount, self._seconds * kept + seconds
 
     def note_at_least(self, amount: float, seconds: float) -> None:
         """It may have been over long before anybody looked: that shows no more than that it is not slower."""

@@ -288,8 +288,7 @@ class Mix:
         assert {"base", "one", "two"} <= self.fetched.keys()
         assert {"grammar", "adapted grammar"} & self.fetched.keys()
         assert kv.tiers is not None
-        if not (event == "resized" and self.disk):  # A resize gives up what is on its way from a disk at that moment.
-            assert kv.tiers.failed_copies == 0
+        assert kv.tiers.failed_copies == 0
 
     def sleep_and_wake(self) -> None:
         """The next engine takes over what was kept, and knows of nothing else."""

@@ -171,6 +171,25 @@ def test_a_disk_that_hangs_is_not_waited_for_and_keeps_only_its_own_memory() -> 
     assert list(reads.collect()) == []
 
 
+def test_places_of_what_was_given_up_are_had_as_soon_as_the_disk_is_done_with_them() -> None:
+    """After a resize all that is wanted is asked for anew, before anybody has looked what was over."""
+    store = FakeStore()
+    reads = DiskReads(store, 8, places=2)
+    reads.begin([load(1), load(2)])
+    (_, first), (_, second) = store.asked
+    first(SimpleNamespace(valid=(True,)))
+    reads.begin([load(3)])  # No place; and what has come meanwhile waits to be collected.
+    assert [copy.copy_id for copy in reads.give_up()] == [3, 1, 2]
+    reads.begin([load(1)])
+    second(SimpleNamespace(valid=(False,)))
+    reads.begin([load(2)])
+    assert [wanted[0][0] for wanted, _ in store.asked] == [bytes([number]) for number in (1, 2, 1, 2)]
+    for _, done in store.asked[2:]:
+        done(SimpleNamespace(valid=(True,)))
+    assert [copy.copy_id for copy, place in reads.collect() if place is not None] == [1, 2]
+    assert not reads.under_way
+
+
 class HungStore:
     """A real store, of which no read ends while the disk hangs."""
 

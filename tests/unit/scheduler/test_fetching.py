@@ -115,6 +115,16 @@ def test_a_second_use_counts_whichever_process_made_the_first() -> None:
     assert ask(world(store=store), "third", PROMPT) > 0
 
 
+def test_what_is_used_while_it_goes_to_disk_goes_there_once() -> None:
+    """Its copy is on its way, or the disk's queue has it: once more it would be copied to be dropped."""
+    store = FakeStore(random.Random(1), most=1000, late=0.95)
+    engine = world(store=store)
+    for number in range(12):  # FakeStore.write looks at it.
+        ask(engine, f"{number}", [*PROMPT, number])
+    assert engine.scheduler.stats().failed_copies_total == 0
+    assert len(store.pages) + len(store.waiting) >= 18
+
+
 def test_being_preempted_is_no_second_use() -> None:
     store = FakeStore(random.Random(1), most=1000)
     engine = world(store=store, host_pages=0)  # What is preempted is computed again.
@@ -156,7 +166,7 @@ def test_a_long_prefix_goes_to_disk_as_it_has_room_and_nothing_is_dropped(most_r
 
     def counted(*given: Any, **more: Any) -> Any:
         tiers.check()  # It counts them.
-        on_their_way.append(tiers._writes)
+        on_their_way.append(len(tiers._writing))
         return execute(*given, **more)
 
     engine.execute = counted  # type: ignore[method-assign]

@@ -78,7 +78,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             prompt_tokens_beside=beside,
         )
         choice = random.Random(seed)
-        store = FakeStore(choice) if disk else None
+        store = FakeStore(choice, late=choice.choice([0.0, 0.7])) if disk else None
         spare = choice.choice([(12, 0), (2, 3)])
         below = TierLimits(
             host_pages=host_pages, most_loading=5, most_loading_disk=2, most_storing=4, spare_pages=spare[0],

@@ -6,9 +6,11 @@ page. Knows nothing of the pool.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import queue
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -72,6 +74,8 @@ class DiskReads:
         self._batch = max(1, min(BATCH, places // BATCHES))
         self._under_way: list[_Batch] = []
         self._over: queue.SimpleQueue[_Batch] = queue.SimpleQueue()
+        self._come = deque[_Batch]()
+        """Taken from there, and not collected yet."""
         self._refused: list[BlockCopy] = []
 
     @property
@@ -79,6 +83,7 @@ class DiskReads:
         return bool(self._under_way or self._refused)
 
     def begin(self, copies: Sequence[BlockCopy]) -> None:
+        self._look(0.0)  # A pool that was resized gave up what was on its way: its places may be free by now.
         for first in range(0, len(copies), self._batch):
             part = list(copies[first : first + self._batch])
             if len(self._free) < len(part):  # Others hang.
@@ -99,12 +104,9 @@ class DiskReads:
         refused, self._refused = self._refused, []
         for copy in refused:
             yield copy, None
-        wait = wait_s if self._under_way and not refused else 0.0
-        while (batch := self._next(wait)) is not None:
-            wait = 0.0
-            if batch.over:
-                self._free += batch.places
-                continue
+        self._look(wait_s if self._under_way and not refused and not self._come else 0.0)
+        while self._come:
+            batch = self._come.popleft()
             self._under_way.remove(batch)
             self._free += [place for place, valid in zip(batch.places, batch.valid, strict=True) if not valid]
             for copy, place, valid in zip(batch.copies, batch.places, batch.valid, strict=True):
@@ -119,17 +121,25 @@ class DiskReads:
         """Its page has been copied."""
         self._free.append(place)
 
-    def _next(self, wait_s: float) -> _Batch | None:
-        try:
-            return self._over.get(timeout=wait_s) if wait_s > 0 else self._over.get_nowait()
-        except queue.Empty:
-            return None
+    def _look(self, wait_s: float) -> None:
+        """What is over by now; `wait_s`: until something is. Places of what was given up are free again."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                batch = self._over.get(timeout=wait_s) if wait_s > 0 else self._over.get_nowait()
+                wait_s = 0.0
+                if batch.over:
+                    self._free += batch.places
+                else:
+                    self._come.append(batch)
 
     def _give_up(self, batch: _Batch) -> None:
         """Its memory is the store's until it has said that it is done."""
         batch.over = True
         batch.ticket.cancel()
         self._under_way.remove(batch)
+        if batch in self._come:
+            self._come.remove(batch)
+            self._free += batch.places
 
     def give_up(self) -> list[BlockCopy]:
         """Nobody wants what is on its way, whether the disk answers or not. Returns what it was."""
