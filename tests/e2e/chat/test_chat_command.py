@@ -36,6 +36,8 @@ from holdfast.engine.fake import FakeEngine
 from holdfast.engine.process.fault_injection import DIE_ON_TOKEN
 from holdfast.errors import ConfigurationError, EngineError, RequestError
 
+pytestmark = pytest.mark.usefixtures("forked_starts")
+
 
 class Server(ThreadingHTTPServer):
     """Answers by what the last message says: `talk` until the client leaves, `refuse`, `break`, or an echo."""
