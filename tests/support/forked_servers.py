@@ -8,6 +8,8 @@ process of its own. Linux alone; knows nothing of tests.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
 import gc
 import importlib
@@ -20,6 +22,7 @@ import signal
 import socket
 import subprocess
 import sys
+import termios
 import threading
 import time
 import traceback
@@ -27,13 +30,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 ENGINE = "holdfast.engine.process.entry"
-MAIN = {"holdfast": "holdfast.__main__", ENGINE: ENGINE}
+RANK = "holdfast.engine.ranks.entry"
+MAIN = {"holdfast": "holdfast.__main__", ENGINE: ENGINE, RANK: RANK}
 """What can be forked, and where its main() is."""
 ENGINE_NAME = "forked-engine"
 """Of an engine's process: its words are those of the process that it was forked from."""
-READ_LATE = ("HOLDFAST_", "PYTEST_", "TERM", "COLUMNS", "LINES", "NO_COLOR", "RAY_ADDRESS")
+READ_LATE = ("HOLDFAST_", "PYTEST_", "TERM", "COLUMNS", "LINES", "NO_COLOR", "PATH", "RAY_ADDRESS")
 """Variables that no import reads."""
-UNSUPPORTED = ("preexec_fn", "pass_fds", "shell", "gid", "gids", "uid")
+UNSUPPORTED = ("shell", "gid", "gids", "uid")
 LONGEST = 1 << 20
 """Of a message, in bytes."""
 MOST_FILES = 1 << 12
@@ -55,6 +59,7 @@ class _Popen(subprocess.Popen[Any]):
             or words[place] not in MAIN
             or any(how[name] for name in UNSUPPORTED)
             or how["umask"] != -1
+            or how["preexec_fn"] not in (None, take_terminal)
             or not self._may_fork(environment)
         ):
             parent(self, *given)
@@ -67,10 +72,13 @@ class _Popen(subprocess.Popen[Any]):
             "folder": str(how["cwd"] or Path.cwd()),
             "session": bool(how["start_new_session"]),
             "group": how["process_group"],
+            "terminal": how["preexec_fn"] is not None,
+            "passed": list(how["pass_fds"]),
             "blocked": [int(one) for one in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
         }
         ours = how["p2cread"], how["c2pwrite"], how["errwrite"]
-        self.pid = self._fork(order, [number if given < 0 else given for number, given in enumerate(ours)])
+        files = [number if given < 0 else given for number, given in enumerate(ours)]
+        self.pid = self._fork(order, [*files, *how["pass_fds"]])
         self._child_created = True
         pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
         self._close_pipe_fds(*(how[name] for name in pipes))
@@ -117,8 +125,8 @@ class ForkedPopen(_Popen):
             left_s = None if limit_s is None else limit_s - time.monotonic()
             if left_s is not None and left_s <= 0:
                 raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
-            # Not longer: another thread may find that it has ended, and close this.
-            select.select([self._child_ended], [], [], min(1.0, 1.0 if left_s is None else left_s))
+            with contextlib.suppress(OSError):  # Another thread has found that it has ended, and closed this.
+                select.select([self._child_ended], [], [], min(1.0, 1.0 if left_s is None else left_s))
         assert self.returncode is not None
         return self.returncode
 
@@ -184,7 +192,7 @@ def main(descriptor: int) -> None:
     _import_all()
     orders = socket.socket(fileno=descriptor)
     while True:
-        message, files, _, _ = socket.recv_fds(orders, LONGEST, 3)
+        message, files, _, _ = socket.recv_fds(orders, LONGEST, MOST_FILES)
         if not message:
             return
         order = json.loads(message)
@@ -204,7 +212,7 @@ def _import_all() -> None:
     gc.disable()
     importlib.import_module("holdfast.engine.startup.preload_torch").import_torch()
     importlib.import_module("holdfast.engine.process.main")._import_ahead()
-    for name in ("cli.main", "cli.commands.serve", "server.run", *MAIN.values()):
+    for name in ("cli.main", "cli.commands.serve", "engine.ranks.follower", "server.run", *MAIN.values()):
         importlib.import_module(f"holdfast.{name.removeprefix('holdfast.')}")
     gc.freeze()
 
@@ -215,13 +223,13 @@ def _become(order: dict[str, Any], files: list[int]) -> NoReturn:
 
     code: object = 1
     try:
-        for target, file in enumerate([os.dup(file) for file in files]):
-            os.dup2(file, target)
-        os.closerange(len(files), MOST_FILES)
+        _take_files(files, [0, 1, 2, *order["passed"]])
         if order["session"]:
             os.setsid()
         if order["group"] >= 0:
             os.setpgid(0, order["group"])
+        if order["terminal"]:
+            take_terminal()
         signal.pthread_sigmask(signal.SIG_SETMASK, order["blocked"])
         os.environ.clear()
         os.environ.update(order["environment"])
@@ -235,6 +243,8 @@ def _become(order: dict[str, Any], files: list[int]) -> NoReturn:
         subprocess.Popen = _Grandchild
         gc.enable()
         module = importlib.import_module(MAIN[order["module"]])
+        if order["module"] == RANK:  # It ends with its parent, which this one's is.
+            order["words"][0] = str(os.getppid())
         sys.argv = [str(module.__file__), *order["words"]]
         code = module.main()
     except SystemExit as end:
@@ -242,6 +252,22 @@ def _become(order: dict[str, Any], files: list[int]) -> NoReturn:
     except BaseException:
         traceback.print_exc()
     leave(code if isinstance(code, int) else 0 if code is None else 1)
+
+
+def _take_files(files: list[int], places: list[int]) -> None:
+    """These descriptors, at these places, and no others."""
+    above = 1 + max(*files, *places)
+    for place, file in zip(places, [fcntl.fcntl(file, fcntl.F_DUPFD, above) for file in files], strict=True):
+        os.dup2(file, place)
+    for file in map(int, os.listdir("/proc/self/fd")):
+        if file not in places:
+            with contextlib.suppress(OSError):  # The list's own.
+                os.close(file)
+
+
+def take_terminal() -> None:
+    """As a preexec_fn: what is typed in the terminal at standard input becomes a signal to this process."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 if __name__ == "__main__":
