@@ -35,6 +35,7 @@ MAIN = {"holdfast": "holdfast.__main__", ENGINE: ENGINE, RANK: RANK}
 """What can be forked, and where its main() is."""
 ENGINE_NAME = "forked-engine"
 """Of an engine's process: its words are those of the process that it was forked from."""
+COMMANDS = ("bench", "chat", "rescue", "run", "run_batch", "serve")
 READ_LATE = ("HOLDFAST_", "PYTEST_", "TERM", "COLUMNS", "LINES", "NO_COLOR", "PATH", "RAY_ADDRESS")
 """Variables that no import reads."""
 UNSUPPORTED = ("shell", "gid", "gids", "uid")
@@ -212,8 +213,11 @@ def _import_all() -> None:
     gc.disable()
     importlib.import_module("holdfast.engine.startup.preload_torch").import_torch()
     importlib.import_module("holdfast.engine.process.main")._import_ahead()
-    for name in ("cli.main", "cli.commands.serve", "engine.ranks.follower", "server.run", *MAIN.values()):
+    for name in ("cli.main", "engine.ranks.follower", "server.run", *MAIN.values()):
         importlib.import_module(f"holdfast.{name.removeprefix('holdfast.')}")
+    for name in COMMANDS:
+        importlib.import_module(f"holdfast.cli.commands.{name}")
+    importlib.import_module("holdfast.doctor.rules.load").rulebook()  # Read from files that come with it.
     gc.freeze()
 
 
