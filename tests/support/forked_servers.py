@@ -190,6 +190,7 @@ def _early(environment: dict[str, str]) -> dict[str, str]:
 
 
 def main(descriptor: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # It ends with whoever started it.
     _import_all()
     orders = socket.socket(fileno=descriptor)
     while True:
@@ -223,7 +224,7 @@ def _import_all() -> None:
 
 def _become(order: dict[str, Any], files: list[int]) -> NoReturn:
     """What was ordered, in this process. Nothing of its past is gone back to."""
-    from holdfast.engine.process.leave import leave
+    from holdfast.leave import leave
 
     code: object = 1
     try:
@@ -235,6 +236,7 @@ def _become(order: dict[str, Any], files: list[int]) -> NoReturn:
         if order["terminal"]:
             take_terminal()
         signal.pthread_sigmask(signal.SIG_SETMASK, order["blocked"])
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         os.environ.clear()
         os.environ.update(order["environment"])
         os.chdir(order["folder"])

@@ -6,8 +6,8 @@ import gc
 import sys
 from typing import NoReturn
 
-from holdfast.engine.process.leave import leave
 from holdfast.engine.startup.preload_torch import preload_torch
+from holdfast.leave import leave
 
 
 def main() -> NoReturn:

@@ -9,8 +9,8 @@ import signal
 import sys
 from typing import NoReturn
 
-from holdfast.engine.process.leave import leave
 from holdfast.engine.startup.preload_torch import preload_torch
+from holdfast.leave import leave
 
 _SET_DEATH_SIGNAL = 1
 """prctl's PR_SET_PDEATHSIG."""

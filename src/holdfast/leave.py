@@ -1,4 +1,4 @@
-"""The end of an engine process or a rank, once its work is closed. Imports nothing large; knows nothing of the work."""
+"""The end of a process of ours, once its work is closed. Knows nothing of the work."""
 
 from __future__ import annotations
 

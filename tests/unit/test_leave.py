@@ -9,7 +9,7 @@ from deadlines import PATIENCE_S
 
 CODE = """
 import atexit, sys, threading
-from holdfast.engine.process.leave import leave
+from holdfast.leave import leave
 
 class TakenApart:
     def __del__(self):
