@@ -25,6 +25,7 @@ import hypothesis
 import psutil
 import pytest
 from deadlines import PATIENCE_S
+from forked_servers import ENGINE_NAME, REAL_POPEN, ForkedPopen
 from free_ports import free_port
 from httpx._transports import default as httpx_transport
 from lean_pytest import keep_reruns_here, seed_torch
@@ -170,9 +171,12 @@ TINY_CONFIG = {
 
 
 class RunningServer:
-    """`holdfast serve` as a user starts it. Everything it says is in `log`."""
+    """`holdfast serve`. Everything it says is in `log`."""
 
-    def __init__(self, folder: Path, *arguments: str, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, folder: Path, *arguments: str, environment: dict[str, str] | None = None, forked: bool = False
+    ) -> None:
+        """`forked`: without what every start imports (tests/support/forked_servers.py)."""
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         words = [*arguments]
@@ -180,7 +184,7 @@ class RunningServer:
         self._key = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._log_path = folder / f"server-{self.port}.log"
         with self._log_path.open("w") as log:
-            self.process = subprocess.Popen(
+            self.process = (ForkedPopen if forked else REAL_POPEN)(
                 [sys.executable, "-m", "holdfast", "serve", *arguments, "--port", str(self.port)],
                 stdout=log,
                 stderr=log,
@@ -200,7 +204,7 @@ class RunningServer:
         found = [
             child
             for child in psutil.Process(self.process.pid).children()
-            if "holdfast.engine.process.entry" in " ".join(child.cmdline())
+            if child.name() == ENGINE_NAME or "holdfast.engine.process.entry" in " ".join(child.cmdline())
         ]
         assert found, "there is no engine process"
         return found
@@ -308,11 +312,24 @@ def endless_arguments(tiny_arguments: list[str]) -> list[str]:
     return [*tiny_arguments, "--hf-overrides", '{"max_position_embeddings": 65536}', "--max-model-len", "65536"]
 
 
+FORKED = sys.platform == "linux" and not probe().gpus
+"""Whether servers are, unless a test wants one as a user starts it."""
+
+
+@pytest.fixture(scope="module")
+def forked_starts() -> Iterator[None]:
+    """All that a file's tests start of Holdfast is forked (tests/support/forked_servers.py)."""
+    with pytest.MonkeyPatch.context() as patch:
+        if FORKED:
+            patch.setattr(subprocess, "Popen", ForkedPopen)
+        yield
+
+
 def _starter(folder: Path) -> Iterator[Callable[..., RunningServer]]:
     servers: list[RunningServer] = []
 
-    def start(*arguments: str, environment: dict[str, str] | None = None) -> RunningServer:
-        servers.append(RunningServer(folder, *arguments, environment=environment))
+    def start(*arguments: str, environment: dict[str, str] | None = None, forked: bool = FORKED) -> RunningServer:
+        servers.append(RunningServer(folder, *arguments, environment=environment, forked=forked))
         return servers[-1]
 
     yield start

@@ -18,6 +18,8 @@ from holdfast.errors import HoldfastError
 from holdfast.planner.serve import streamed
 from holdfast.units import MIB
 
+pytestmark = pytest.mark.usefixtures("forked_starts")
+
 SMALL = {"max_model_len": 512, "max_num_seqs": 2, "max_num_batched_tokens": 64, "skip_tokenizer_init": True}
 
 

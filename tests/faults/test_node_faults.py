@@ -15,6 +15,8 @@ from free_ports import free_port
 from node_processes import SECRET, Node, node_flags
 from story_streams import STREAMS, all_streams
 
+pytestmark = pytest.mark.usefixtures("forked_starts")
+
 SAID = {
     "rank": "has ended: signal SIGKILL",
     "stopped": "has not come to where the other ranks wait for it",

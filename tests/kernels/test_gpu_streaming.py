@@ -140,10 +140,9 @@ def test_experts_in_act_order_are_those_of_a_model_that_stays(tmp_path: Path, de
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("on_disk", [0, 1])
 @pytest.mark.usefixtures("few_programs")
 def test_zero_points_that_travel_two_to_a_byte_change_nothing(
-    on_disk: int, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit for bit, whether layers come for every step, come to stay, or leave."""
     shape = {"num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 2, "tie_word_embeddings": False}
@@ -152,9 +151,12 @@ def test_zero_points_that_travel_two_to_a_byte_change_nothing(
     write_quantized(plain.folder, tmp_path / "quantized", Format(config, awq()))
     params = [SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=2)]
     found, dice, packed, pack, counts = [], random.Random(3), list[int](), LayerPieces.pack, set[int]()
-    monkeypatch.setattr(_StreamedCodes, "on_disk", on_disk)
     monkeypatch.setattr(LayerPieces, "pack", lambda to, *which: (packed.append(which[1].numel()), pack(to, *which)))
-    for kind in (_Kept, _StreamedCodes):
+    for kind, on_disk in ((_Kept, 0), (_StreamedCodes, 0), (_StreamedCodes, 1)):
+        monkeypatch.setattr(_StreamedCodes, "on_disk", on_disk)
+        dice.seed(3)
+        packed.clear()
+        counts.clear()
         model = kind.__new__(kind)
         model.folder = tmp_path / "quantized"
         model.spec = from_config(json.loads((model.folder / "config.json").read_text()))
@@ -172,8 +174,8 @@ def test_zero_points_that_travel_two_to_a_byte_change_nothing(
         [outputs] = run(core, [prompt(1, 6)], params)
         found.append([(one.token_ids, one.logprobs) for one in outputs])
         core.close()
-    assert found[0] == found[1]
-    assert len(counts) > 2
+        assert found[0] == found[-1]
+        assert kind is _Kept or len(counts) > 2
 
 
 class _StreamedCodes(Streamed):

@@ -11,6 +11,8 @@ from tiny_experts import write_tiny_experts
 
 from holdfast.errors import ConfigurationError
 
+pytestmark = pytest.mark.usefixtures("forked_starts")
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:

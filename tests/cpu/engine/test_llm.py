@@ -19,6 +19,8 @@ from holdfast.execution import native
 from holdfast.execution.transformer import Transformer
 from holdfast.sampling_params import RequestOutputKind
 
+pytestmark = pytest.mark.usefixtures("forked_starts")
+
 
 @pytest.fixture(scope="module")
 def llm(tiny_model):

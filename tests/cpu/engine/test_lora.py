@@ -19,6 +19,8 @@ from holdfast.errors import AdapterError, ConfigurationError, UnsupportedOptionE
 from holdfast.execution.lora import files
 from holdfast.records import EngineOutput, Request
 
+pytestmark = pytest.mark.usefixtures("forked_starts")
+
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[(37 * number + 11 * place * place) % 290 + 3 for place in range(21)] for number in range(4)]
 

@@ -21,6 +21,8 @@ from holdfast.errors import ConfigurationError, EngineError
 from holdfast.execution.parallel.sockets.gloo import GlooCollectives, open_store
 from holdfast.execution.parallel.sockets.stage_lines import KEY_BYTES, open_lines
 
+pytestmark = pytest.mark.usefixtures("forked_starts")
+
 SOON_S = 10.0
 REPORT = NodeReport(
     node=0, nodes=2, tensor_parallel_size=2, pipeline_parallel_size=1, version="1", checkpoint={"config": "abc"},

@@ -32,6 +32,8 @@ from holdfast.engine.startup.build import find_model, plan_model
 from holdfast.errors import ConfigurationError, EngineDiedError, EngineError, ModelNotFoundError
 from holdfast.records import Failure
 
+pytestmark = pytest.mark.usefixtures("forked_starts")
+
 SOON_S = 10.0
 REPORT = NodeReport(
     node=0, nodes=2, tensor_parallel_size=2, pipeline_parallel_size=1, version="1", checkpoint={"config": "abc"},

@@ -36,6 +36,8 @@ from holdfast.errors import ConfigurationError, EngineError
 from holdfast.execution.parallel.segment import SegmentLayout
 from holdfast.records import Failure
 
+pytestmark = pytest.mark.usefixtures("forked_starts")
+
 SECRET = "a secret of tests"
 SOON_S = 30.0
 

@@ -19,6 +19,8 @@ from holdfast.engine.ranks.nodes.join import join_head
 from holdfast.engine.ranks.nodes.wire import Wire
 from holdfast.errors import ConfigurationError, EngineError
 
+pytestmark = pytest.mark.usefixtures("forked_starts")
+
 GOOD = "a secret of tests"
 REPORT = messages.NodeReport(
     node=0, nodes=2, tensor_parallel_size=2, pipeline_parallel_size=1, version="1", checkpoint={"config": "abc"},

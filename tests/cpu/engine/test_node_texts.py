@@ -22,6 +22,8 @@ from holdfast.engine.ranks.nodes.wire import Wire
 from holdfast.errors import ConfigurationError, HoldfastError
 from holdfast.records import Failure
 
+pytestmark = pytest.mark.usefixtures("forked_starts")
+
 SOON_S = 10.0
 MOST_CHARS = 5000
 HOSTILE = "\x1b[2J\n2026-11-18 14:15:10 ERROR holdfast: all is lost\r\u202e" + "x" * 9000

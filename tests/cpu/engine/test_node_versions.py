@@ -24,6 +24,8 @@ from holdfast.engine.ranks.nodes.wire import Wire
 from holdfast.engine.startup.build import find_model
 from holdfast.errors import ConfigurationError, EngineError
 
+pytestmark = pytest.mark.usefixtures("forked_starts")
+
 SOON_S = 10.0
 REPORT = NodeReport(
     node=0, nodes=2, tensor_parallel_size=2, pipeline_parallel_size=1, version="9.8", checkpoint={"config": "abc"},

@@ -16,6 +16,8 @@ from rank_engines import PROMPTS, make, tokens
 from holdfast import SamplingParams
 from holdfast.errors import EngineDiedError
 
+pytestmark = pytest.mark.usefixtures("forked_starts")
+
 
 @pytest.fixture(scope="module")
 def of_one(tiny_model) -> list[list[int]]:

@@ -18,6 +18,8 @@ from holdfast import LLM, SamplingParams
 from holdfast.errors import EngineDiedError, EngineHungError
 from holdfast.records.structured import StructuredOutputsParams
 
+pytestmark = pytest.mark.usefixtures("forked_starts")
+
 LONG = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
 ASKED = [
     SamplingParams(temperature=0.9, seed=3, max_tokens=10, logprobs=3, prompt_logprobs=2, ignore_eos=True),

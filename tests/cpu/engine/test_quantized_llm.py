@@ -17,6 +17,8 @@ from holdfast.engine.startup import build
 from holdfast.engine.startup.progress import LoadProgress
 from holdfast.errors import ConfigurationError
 
+pytestmark = pytest.mark.usefixtures("forked_starts")
+
 SIZES: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 256,

@@ -18,6 +18,8 @@ from rank_engines import GREEDY, PROMPTS, make, tokens
 from holdfast import LLM, SamplingParams
 from holdfast.errors import EngineDiedError, EngineHungError
 
+pytestmark = pytest.mark.usefixtures("forked_starts")
+
 LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
 
 

@@ -11,6 +11,8 @@ from rank_engines import CROWD, PROMPTS, make, tokens, tokens_while_resized
 from holdfast import LLM, SamplingParams
 from holdfast.records.structured import StructuredOutputsParams
 
+pytestmark = pytest.mark.usefixtures("forked_starts")
+
 ASKED = [
     SamplingParams(temperature=0.9, seed=3, max_tokens=10, logprobs=3, prompt_logprobs=2, ignore_eos=True),
     SamplingParams(temperature=0.0, max_tokens=6, structured_outputs=StructuredOutputsParams(regex="[a-f]{4}")),

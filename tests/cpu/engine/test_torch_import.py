@@ -10,11 +10,17 @@ import pytest
 from holdfast.hardware.torch_build import torch_build
 
 CPU_BUILD = """
-import sys
+import inspect, sys
+resolved = []
+real_path = inspect.os.path.realpath
+inspect.os.path.realpath = lambda path, **how: resolved.append(path) or real_path(path, **how)
+find_module = inspect.getmodule
 from holdfast.engine.startup.preload_torch import META_KERNELS, import_torch
 
 import_torch()
 import torch
+assert inspect.getmodule is find_module
+assert len(resolved) < 50, len(resolved)  # Not those of a thousand modules.
 assert META_KERNELS not in sys.modules
 assert not hasattr(torch, "_meta_registrations")
 drawn = torch.empty(5).uniform_(generator=torch.default_generator.clone_state().manual_seed(5))

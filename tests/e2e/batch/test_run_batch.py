@@ -19,6 +19,8 @@ import pytest
 from holdfast.cli.main import main
 from holdfast.engine.process.fault_injection import HANG_ON_TOKEN
 
+pytestmark = pytest.mark.usefixtures("forked_starts")
+
 FLAGS = ["--kv-cache-memory-bytes", "128MiB", "--max-model-len", "1024", "--max-num-seqs", "8", "--runner", "pooling"]
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 TIMEOUT_S = 120

@@ -29,6 +29,8 @@ from holdfast.cli.main import main
 from holdfast.engine.fake import FakeEngine
 from holdfast.errors import EngineError
 
+pytestmark = pytest.mark.usefixtures("forked_starts")
+
 WORKER = "holdfast.bench.client.worker"
 
 ATTEMPTS = 12

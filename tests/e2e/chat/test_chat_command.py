@@ -26,6 +26,7 @@ import psutil
 import pytest
 from certificates import self_signed
 from deadlines import PATIENCE_S
+from forked_servers import take_terminal
 from terminal_screen import shown
 
 from holdfast.cli.background_loop import BackgroundLoop
@@ -35,6 +36,8 @@ from holdfast.cli.servers.registry import Registration, RunningServer
 from holdfast.engine.fake import FakeEngine
 from holdfast.engine.process.fault_injection import DIE_ON_TOKEN
 from holdfast.errors import ConfigurationError, EngineError, RequestError
+
+pytestmark = pytest.mark.usefixtures("forked_starts")
 
 
 class Server(ThreadingHTTPServer):
@@ -228,7 +231,7 @@ class Terminal:
             stdout=theirs,
             stderr=theirs,
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=take_terminal,
             env={**os.environ, "NO_COLOR": "1", "TERM": "dumb", **environment},
         )
         os.close(theirs)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 import httpx
+import pytest
 from deadlines import PATIENCE_S
 
 from holdfast.config import EngineConfig
@@ -15,6 +16,8 @@ from holdfast.footprint.cpu import FRONT_BYTES
 from holdfast.server.app import create_app
 from holdfast.server.settings import ServerSettings
 from holdfast.units import MIB
+
+pytestmark = pytest.mark.usefixtures("forked_starts")
 
 SMALL = {"max_model_len": 512, "max_num_seqs": 4, "kv_cache_memory_bytes": 64 * MIB}
 PROMPT = "Numbers: " + " ".join(map(str, range(150)))

@@ -31,7 +31,7 @@ def config(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(module_server, config):
-    return module_server("--config", str(config), "--drain-timeout", str(PATIENCE_S)).wait_ready()
+    return module_server("--config", str(config), "--drain-timeout", str(PATIENCE_S), forked=False).wait_ready()
 
 
 def test_the_start_fits_on_a_screen(server) -> None:

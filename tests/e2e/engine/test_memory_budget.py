@@ -21,6 +21,8 @@ from holdfast.server.app import create_app
 from holdfast.server.settings import ServerSettings
 from holdfast.units import MIB, parse_bytes
 
+pytestmark = pytest.mark.usefixtures("forked_starts")
+
 SMALL = {"max_model_len": 512, "max_num_seqs": 16, "max_num_batched_tokens": 64, "ram": 1100 * MIB}
 ATTEMPTS = 9
 """To change budgets in the middle of short answers."""

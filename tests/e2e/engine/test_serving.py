@@ -18,7 +18,13 @@ from deadlines import PATIENCE_S
 @pytest.fixture(scope="module")
 def server(module_server, tiny_arguments):
     return module_server(
-        *tiny_arguments, "--api-key", "sesame", "--enable-tokenizer-info-endpoint", "--runner", "pooling"
+        *tiny_arguments,
+        "--api-key",
+        "sesame",
+        "--enable-tokenizer-info-endpoint",
+        "--runner",
+        "pooling",
+        forked=False,
     ).wait_ready()
 
 

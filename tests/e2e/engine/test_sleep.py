@@ -22,6 +22,8 @@ from holdfast.server.app import create_app
 from holdfast.server.settings import ServerSettings
 from holdfast.units import MIB
 
+pytestmark = pytest.mark.usefixtures("forked_starts")
+
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 SMALL = {"max_model_len": 512, "max_num_seqs": 4, "kv_cache_memory_bytes": 32 * MIB}
 

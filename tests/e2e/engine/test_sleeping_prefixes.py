@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import httpx
+import pytest
 
 from holdfast.config import EngineConfig
 from holdfast.engine.process.client import ProcessEngine
@@ -18,6 +19,8 @@ from holdfast.footprint.cpu import FRONT_BYTES
 from holdfast.server.app import create_app
 from holdfast.server.settings import ServerSettings
 from holdfast.units import MIB
+
+pytestmark = pytest.mark.usefixtures("forked_starts")
 
 SMALL = {"max_model_len": 512, "max_num_seqs": 4, "kv_cache_memory_bytes": 64 * MIB, "enable_sleep_mode": True}
 PROMPTS = ["Numbers: " + " ".join(str(first + number) for number in range(70)) for first in (0, 1000)]

@@ -23,6 +23,8 @@ from holdfast.cli.main import main
 from holdfast.doctor.probe.server import examine
 from holdfast.rescue.process import SAME_REQUEST_S
 
+pytestmark = pytest.mark.usefixtures("forked_starts")
+
 STAND_IN = Path(__file__).parents[2] / "support" / "stand_in_vllm.py"
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"
 """Of the catalogue: judging it asks nobody."""

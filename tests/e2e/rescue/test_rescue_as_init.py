@@ -19,6 +19,8 @@ import pytest
 from deadlines import PATIENCE_S
 from free_ports import free_port
 
+pytestmark = pytest.mark.usefixtures("forked_starts")
+
 STAND_IN = Path(__file__).parents[2] / "support" / "stand_in_vllm.py"
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"
 """Of the catalogue: judging it asks nobody."""

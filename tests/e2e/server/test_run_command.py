@@ -16,6 +16,8 @@ from deadlines import PATIENCE_S
 
 from holdfast.cli.main import main
 
+pytestmark = pytest.mark.usefixtures("forked_starts")
+
 SAMPLING = ("--max-tokens", "3", "--temperature", "0")
 
 

@@ -39,6 +39,8 @@ from holdfast.records import (
     TokenLogprobs,
 )
 
+pytestmark = pytest.mark.usefixtures("forked_starts")
+
 
 @pytest.fixture
 async def harbour(monkeypatch) -> Harbour:

@@ -31,6 +31,8 @@ from holdfast.errors import (
 )
 from holdfast.records import EngineOutput, EngineStats, FinishReason, KVStoreUse, KVTierUse
 
+pytestmark = pytest.mark.usefixtures("forked_starts")
+
 
 @pytest.fixture
 async def harbour(monkeypatch) -> Harbour:

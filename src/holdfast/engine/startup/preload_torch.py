@@ -7,9 +7,11 @@ import contextlib
 import ctypes
 import importlib
 import importlib.util
+import inspect
 import sys
 import threading
 import types
+from collections.abc import Iterator
 from pathlib import Path
 
 META_KERNELS = "torch._meta_registrations"
@@ -41,11 +43,29 @@ def import_torch() -> None:
 
     build = torch_build()
     if "torch" in sys.modules or build is None or build.cuda is not None:
-        importlib.import_module("torch")
+        with _paths_unresolved():
+            importlib.import_module("torch")
         return
     sys.modules[META_KERNELS] = types.ModuleType(META_KERNELS)
     try:
-        torch = importlib.import_module("torch")
+        with _paths_unresolved():
+            torch = importlib.import_module("torch")
     finally:
         del sys.modules[META_KERNELS]
     vars(torch).pop(META_KERNELS.rpartition(".")[2], None)
+
+
+@contextlib.contextmanager
+def _paths_unresolved() -> Iterator[None]:
+    """torch notes in which line an operation is registered, and inspect resolves the path of every module there is to
+    find that line's: a tenth of the import. Without the module the line is the same."""
+    getmodule = inspect.getmodule
+
+    def getmodule_of_all_but_frames(found: object, file: str | None = None) -> types.ModuleType | None:
+        return None if inspect.isframe(found) else getmodule(found, file)
+
+    inspect.getmodule = getmodule_of_all_but_frames  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        inspect.getmodule = getmodule
