@@ -330,6 +330,36 @@ def test_a_disk_that_fails_is_an_error_and_the_next_step_reads_what_is_right(tmp
     layers.close()
 
 
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "broken"), KeyboardInterrupt()], ids=["broken", "hung"])
+def test_a_layer_that_does_not_come_from_the_disk_to_stay_is_streamed_like_before(
+    error: BaseException, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(layer_file, "BEFORE_RETRY_S", 0.0)
+    broken, by_layer = [False], [PAGE] * 6
+
+    def read(file: int, piece: memoryview, offset: int) -> int:
+        if broken[0]:
+            raise error
+        return os.preadv(file, [piece], offset)
+
+    streamed = beside_gpu(streamed_layers(by_layer, 6, 6), by_layer)
+    copies = QueuedCopies(1)
+    layers = made(streamed, copies, tmp_path, read, AliasedMemory())
+    reader = Reader(layers, streamed, copies)
+    reader.step(6)
+    broken[0] = True
+    with pytest.raises((EngineError, KeyboardInterrupt)):
+        layers.change((0, 2, 4))
+    broken[0] = False
+    reader.step(6)
+    assert layers.streamed == tuple(range(6))
+    layers.change((0, 2, 4))
+    assert layers.streamed == (0, 2, 4)
+    reader.step(6)
+    copies.run_all()
+    layers.close()
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_ctrl_c_before_any_line_leaves_no_layer_half_there(seed: int, tmp_path, monkeypatch) -> None:
     """A caller in the same process goes on with other prompts."""

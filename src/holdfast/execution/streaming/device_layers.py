@@ -414,8 +414,13 @@ class DeviceLayers:
             if layer in self._in_ram:
                 self._coming.add(layer)
             else:
-                assert self._on_disk is not None
-                self.pieces.fetch(layer, self._on_disk.fetch(layer), self.place(layer), self._copies)
+                try:
+                    assert self._on_disk is not None
+                    self.pieces.fetch(layer, self._on_disk.fetch(layer), self.place(layer), self._copies)
+                except BaseException:  # A disk may fail, or hang until Ctrl-C.
+                    self._ranges.drop(layer)
+                    self._stay_streamed(coming, number)
+                    raise
 
     def _make_slots(self, wanted: int) -> int:
         """As many, or those that there are where somebody else took the memory that layers have left."""
