@@ -25,7 +25,7 @@ from holdfast.execution.streaming import device_layers
 from holdfast.execution.streaming.device_layers import DeviceLayers
 from holdfast.execution.streaming.disk import layer_file
 from holdfast.execution.streaming.disk.layer_file import LayerFile, ReadInto
-from holdfast.footprint.streamed import StreamedLayers, all_apart, beside_gpu, streamed_layers
+from holdfast.footprint.streamed import PLACE_GRAIN_BYTES, StreamedLayers, all_apart, beside_gpu, streamed_layers
 
 CPU = torch.device("cpu")
 PAGE = mmap.PAGESIZE
@@ -242,6 +242,23 @@ def test_a_layer_leaves_only_for_ram_that_is_there(tmp_path) -> None:
     layers.change(more)
     assert layers.pinned_bytes == before + streamed.sizes[0]
     layers.close()
+
+
+def test_packed_layers_that_leave_take_no_more_ram_than_there_is(tmp_path) -> None:
+    """Whole places, also on a kernel of large pages."""
+    by_layer = [8292, 70_000, 8292, 140_000, 8292, 70_000]
+    streamed = beside_gpu(streamed_layers(by_layer, 1, 0), by_layer)
+    streamed = replace(streamed, saved=less(streamed.all_sizes))
+    for room in (0, 117_760, 122_880, 235_520, 239_616, 393_216, 1 << 30):
+        layers = made(streamed, SimulatedCopies(), tmp_path, driver=AliasedMemory(), packed=True)
+        budget = layers.pinned_bytes + room
+        layers._room = lambda layers=layers, budget=budget: budget - layers.pinned_bytes
+        while (more := layers.one_more(layers.streamed)) is not None:
+            layers.change(more)
+        assert layers.pinned_bytes <= budget
+        assert all(piece.nbytes % PLACE_GRAIN_BYTES == 0 for piece in layers._memory.pieces)
+        assert (len(layers.streamed) == 6) == (room == 1 << 30)
+        layers.close()
 
 
 def test_few_change_places_and_they_stay_apart(tmp_path) -> None:
