@@ -32,7 +32,8 @@ from holdfast.execution.streaming.copies import Copies, back_rate
 from holdfast.execution.streaming.disk.embedding_rows import EmbeddingRows
 from holdfast.execution.streaming.disk.layer_file import LayerFile
 from holdfast.execution.streaming.disk.read_ahead import ReadAhead
-from holdfast.execution.streaming.layer_pieces import BOTH, DeviceSlot, LayerPieces, SlotHalf
+from holdfast.execution.streaming.layer_pieces import BOTH, LayerPieces
+from holdfast.execution.streaming.layer_slots import DeviceSlot, SlotHalf
 from holdfast.execution.streaming.pinned_memory import PinnedMemory, as_device_memory
 from holdfast.footprint.streamed import StreamedLayers, ahead_of, one_less, one_more, whole_grains
 from holdfast.observability.decisions import Decision
