@@ -6,8 +6,12 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from types import FrameType
+
+AGAIN_S = 1.0
+"""After Ctrl-C, the next one comes at once, in the middle of whatever takes so long: a disk may hang."""
 
 
 @contextlib.contextmanager
@@ -26,14 +30,23 @@ def interrupts_held() -> Iterator[None]:
 
 @contextlib.contextmanager
 def interrupts_put_off() -> Iterator[None]:
-    """What is done within is done to its end: Ctrl-C comes afterwards. Masked in this thread it would be heard by
-    others of the process, and still come here."""
+    """What is done within is done to its end: Ctrl-C comes afterwards, and at once where it comes again later. Masked
+    in this thread it would be heard by others of the process, and still come here."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield
         return
-    heard = list[tuple[int, FrameType | None]]()
-    signal.signal(signal.SIGINT, lambda number, frame: heard.append((number, frame)))
+    heard, first_s = list[tuple[int, FrameType | None]](), 0.0
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        nonlocal first_s
+        if not heard:
+            heard.append((number, frame))
+            first_s = time.monotonic()
+        elif time.monotonic() - first_s >= AGAIN_S:
+            before(number, frame)
+
+    signal.signal(signal.SIGINT, hear)
     try:
         yield
     finally:

@@ -12,6 +12,7 @@ import pytest
 from deadlines import PATIENCE_S
 from held_signals import hears_no_interrupt
 
+from holdfast import held_interrupts
 from holdfast.held_interrupts import interrupts_held, interrupts_put_off
 
 READY = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); print('ready'); input()"
@@ -61,6 +62,26 @@ def test_what_must_be_whole_is_done_to_its_end() -> None:
     with pytest.raises(KeyboardInterrupt):
         half_by_half()
     assert done == ["one half", "the other"]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_who_asks_again_is_heard_in_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second one later, as a person presses it, not one that was sent twice."""
+    done = list[str]()
+
+    def half_by_half() -> None:
+        with interrupts_put_off():
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+            done.append("one half")
+            monkeypatch.setattr(held_interrupts, "AGAIN_S", 0.0, raising=False)
+            os.kill(os.getpid(), signal.SIGINT)
+            done.append("never")
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        half_by_half()
+    assert done == ["one half"]
     assert signal.getsignal(signal.SIGINT) is before
 
 

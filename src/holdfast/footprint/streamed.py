@@ -227,6 +227,11 @@ def with_gaps(nbytes: int) -> int:
     return (nbytes // PLACE_GRAIN_BYTES + 2) * PLACE_GRAIN_BYTES
 
 
+def whole_grains(nbytes: int) -> int:
+    """Of pinned memory, that so many bytes lie in."""
+    return -(-nbytes // PLACE_GRAIN_BYTES) * PLACE_GRAIN_BYTES
+
+
 def all_apart(layers: Sequence[int]) -> bool:
     """Whether others stay between any two of them: while these are computed, one slot is filled again."""
     return all(second - first > 1 for first, second in pairwise(layers))

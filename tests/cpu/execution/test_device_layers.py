@@ -25,7 +25,7 @@ from holdfast.execution.streaming import device_layers
 from holdfast.execution.streaming.device_layers import DeviceLayers
 from holdfast.execution.streaming.disk import layer_file
 from holdfast.execution.streaming.disk.layer_file import LayerFile, ReadInto
-from holdfast.footprint.streamed import StreamedLayers, all_apart, beside_gpu, streamed_layers
+from holdfast.footprint.streamed import PLACE_GRAIN_BYTES, StreamedLayers, all_apart, beside_gpu, streamed_layers
 
 CPU = torch.device("cpu")
 PAGE = mmap.PAGESIZE
@@ -244,6 +244,23 @@ def test_a_layer_leaves_only_for_ram_that_is_there(tmp_path) -> None:
     layers.close()
 
 
+def test_packed_layers_that_leave_take_no_more_ram_than_there_is(tmp_path) -> None:
+    """Whole places, also on a kernel of large pages."""
+    by_layer = [8292, 70_000, 8292, 140_000, 8292, 70_000]
+    streamed = beside_gpu(streamed_layers(by_layer, 1, 0), by_layer)
+    streamed = replace(streamed, saved=less(streamed.all_sizes))
+    for room in (0, 117_760, 122_880, 235_520, 239_616, 393_216, 1 << 30):
+        layers = made(streamed, SimulatedCopies(), tmp_path, driver=AliasedMemory(), packed=True)
+        budget = layers.pinned_bytes + room
+        layers._room = lambda layers=layers, budget=budget: budget - layers.pinned_bytes
+        while (more := layers.one_more(layers.streamed)) is not None:
+            layers.change(more)
+        assert layers.pinned_bytes <= budget
+        assert all(piece.nbytes % PLACE_GRAIN_BYTES == 0 for piece in layers._memory.pieces)
+        assert (len(layers.streamed) == 6) == (room == 1 << 30)
+        layers.close()
+
+
 def test_few_change_places_and_they_stay_apart(tmp_path) -> None:
     by_layer = [PAGE] * 80
     streamed = beside_gpu(streamed_layers(by_layer, 30, 0), by_layer)
@@ -325,6 +342,36 @@ def test_a_disk_that_fails_is_an_error_and_the_next_step_reads_what_is_right(tmp
         reader.compute([*range(6), *range(6)])  # Some were read before it broke.
     broken[0] = False
     reader.step(6)
+    reader.step(6)
+    copies.run_all()
+    layers.close()
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "broken"), KeyboardInterrupt()], ids=["broken", "hung"])
+def test_a_layer_that_does_not_come_from_the_disk_to_stay_is_streamed_like_before(
+    error: BaseException, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(layer_file, "BEFORE_RETRY_S", 0.0)
+    broken, by_layer = [False], [PAGE] * 6
+
+    def read(file: int, piece: memoryview, offset: int) -> int:
+        if broken[0]:
+            raise error
+        return os.preadv(file, [piece], offset)
+
+    streamed = beside_gpu(streamed_layers(by_layer, 6, 6), by_layer)
+    copies = QueuedCopies(1)
+    layers = made(streamed, copies, tmp_path, read, AliasedMemory())
+    reader = Reader(layers, streamed, copies)
+    reader.step(6)
+    broken[0] = True
+    with pytest.raises((EngineError, KeyboardInterrupt)):
+        layers.change((0, 2, 4))
+    broken[0] = False
+    reader.step(6)
+    assert layers.streamed == tuple(range(6))
+    layers.change((0, 2, 4))
+    assert layers.streamed == (0, 2, 4)
     reader.step(6)
     copies.run_all()
     layers.close()

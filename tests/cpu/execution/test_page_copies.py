@@ -4,7 +4,9 @@ what leaves is read as late as it may be: tokens are transformers' own."""
 from __future__ import annotations
 
 import itertools
+import os
 import random
+import signal
 import time
 from collections import deque
 from collections.abc import Callable
@@ -18,7 +20,8 @@ from deadlines import PATIENCE_S
 from late_tiers import AsGpu, disk_places, pinned
 from simulated_copies import SimulatedCopies
 
-from holdfast.execution.tiers.gpu import PIECE_BYTES, GpuPageCopies, HostMemory, _Piece, piece_bytes
+from holdfast.execution.tiers.disk import DiskReads
+from holdfast.execution.tiers.gpu import PIECE_BYTES, DiskPlaces, GpuPageCopies, HostMemory, _Piece, piece_bytes
 from holdfast.kvcache import KVCache, Tier, TierLimits
 from holdfast.prefix_store import PrefixStore
 from holdfast.records import BlockCopy, Request, SamplingParams
@@ -209,4 +212,76 @@ def test_what_was_interrupted_writes_to_nobodys_page(to_pool: bool) -> None:
     link.settle()
     assert set(written.tolist()) == {7}
     assert copies.over(wait=False) == ([], [])
+    copies.close()
+
+
+class Written:
+    """A store that nothing is read from."""
+
+    def __init__(self) -> None:
+        self.pages: list[tuple[bytes, bytes]] = []
+
+    def read(self, wanted: Any, done: Any) -> Any:
+        raise AssertionError("nothing was asked for")
+
+    def write(self, key: bytes, page: memoryview) -> bool:
+        self.pages.append((key, bytes(page)))
+        return True
+
+    def close(self, timeout_s: float) -> None:
+        return None
+
+
+def to_disk(number: int) -> Any:
+    return SimpleNamespace(copies=[BlockCopy(number, Tier.DEVICE, 2, Tier.DISK, 0, False, b"key %d" % number)])
+
+
+def test_what_was_interrupted_before_its_copy_is_not_written_to_the_disk() -> None:
+    """Its place holds an older page; it is free afterwards."""
+    page = 4096
+
+    class Struck(SimulatedCopies):
+        times = 2
+
+        def copy_back(self, source: Any, target: Any, after: Any, done: Any) -> None:
+            self.times -= 1
+            if self.times >= 0:
+                raise KeyboardInterrupt
+            super().copy_back(source, target, after, done)
+
+    pool, store, link = torch.full((8 * page,), 7, dtype=torch.uint8), Written(), Struck(1)
+    memory = torch.full((2 * page,), 3, dtype=torch.uint8)
+    disk = DiskPlaces(store, DiskReads(store, page, 1, memory.numpy().data[:page]), memory, page, page)
+    copies = GpuPageCopies(lambda: pool, page, link, lambda: False, None, disk)
+    for number in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            copies.launch_stores(to_disk(number))
+        copies.abandon()
+        assert store.pages == []
+    copies.launch_stores(to_disk(2))
+    link.settle()
+    assert copies.over(wait=True) == ([2], [])
+    assert store.pages == [(b"key 2", bytes([7]) * page)]
+    copies.close()
+
+
+@pytest.mark.parametrize("way", ["to the pool", "behind weights", "from the pool"])
+def test_ctrl_c_comes_after_the_copy_that_is_asked_for(way: str) -> None:
+    page = 4096
+
+    class Struck(SimulatedCopies):
+        def _begin(self, pieces: Any, done: Any) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+            super()._begin(pieces, done)
+
+    pool, link, host = torch.zeros(8 * page, dtype=torch.uint8), Struck(1), HostMemory(pinned([4 * page]), page)
+    while not host.settled:
+        host.look()
+    copies = GpuPageCopies(lambda: pool, page, link, lambda: way == "behind weights", host, None)
+    ends = (2, Tier.DEVICE, 1, Tier.HOST) if way == "from the pool" else (1, Tier.HOST, 2, Tier.DEVICE)
+    asked: Any = SimpleNamespace(copies=[BlockCopy(0, ends[1], ends[0], ends[3], ends[2], False)])
+    with pytest.raises(KeyboardInterrupt):
+        (copies.launch_stores if way == "from the pool" else copies.begin)(asked)
+    (piece,) = (*copies._coming, *copies._going)
+    assert piece.mark, "what it stands behind"
     copies.close()

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from ctrl_c import ctrl_c
 from deadlines import PATIENCE_S
 from simulated_copies import SimulatedCopies, unpinned_memory
 
@@ -103,4 +104,32 @@ def test_a_disk_that_is_slow_is_waited_for_with_beats(tmp_path: Path, monkeypatc
         assert set(memory.tolist()) == {layer + 1}
         assert missed == []
     beaten.release(100)
+    ahead.close()
+
+
+def test_ctrl_c_in_what_is_fetched_at_once_leaves_nothing_on_its_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(file: int, piece: memoryview, offset: int) -> int:
+        time.sleep(0.002)
+        return os.preadv(file, [piece], offset)
+
+    ahead, file = made(tmp_path, read)
+    for at in range(PIECES):
+        for asked in (False, True):
+            with monkeypatch.context() as patch:
+                patch.setattr(file._threads, "submit", Interrupted(file, at, asked=asked))
+                with pytest.raises(KeyboardInterrupt):
+                    ahead.fetch(2)
+            steps(ahead)
+    at, struck = 0, True
+    while struck:
+        at += 1
+        with ctrl_c(read_ahead, at) as lines:
+            assert set(ahead.fetch(2).tolist()) == {3}
+        struck = lines.count >= at
+        if at % 4 == 0:
+            ahead.follow(range(LAYERS))
+        steps(ahead)
+    assert at > 20, "each of them was one"
     ahead.close()

@@ -84,6 +84,8 @@ def test_every_byte_of_a_layer_is_itself_wherever_it_comes_from(
     spec = from_config(json.loads((tmp_path / "config.json").read_text()))
     packed, pack = list[int](), LayerPieces.pack
     monkeypatch.setattr(LayerPieces, "pack", lambda to, *which: (packed.append(which[1].nbytes), pack(to, *which)))
+    plain, made = LayerPieces({}), LayerPieces.made  # As if nothing were packed.
+    monkeypatch.setattr(LayerPieces, "made", lambda to, *which: (made(plain, *which), made(to, *which)))
     with Checkpoint(safetensors.read_headers(sorted(tmp_path.glob("*.safetensors"))), "safetensors") as checkpoint:
         wanted = [halves(layer) for layer in loaded(spec, checkpoint).layers]
         known = EngineWeights(spec, match(spec, checkpoint))
@@ -96,9 +98,12 @@ def test_every_byte_of_a_layer_is_itself_wherever_it_comes_from(
         found = loaded(spec, checkpoint, layers)
     assert sum(packed) == 2 * sum(saved)
     assert (sum(saved) > 0) == (name in IN_FOUR_BITS)
+    for layer in range(3):
+        assert by_layer[layer] <= plain.nbytes([layer]) <= placed.all_sizes[layer]
+        assert layers.moved_with([layer]) == plain.nbytes([layer]) - saved[layer]
     for streamed in (layers.streamed, (0, 1, 2), (), (0, 2), (1,)):
         layers.change(streamed)
-        assert layers.moved_bytes <= sum(placed.all_sizes[layer] - saved[layer] for layer in streamed)
+        assert layers.moved_bytes == plain.nbytes(streamed) - sum(saved[layer] for layer in streamed)
         for _ in range(2):
             for layer in range(3):
                 layers.begin(layer)

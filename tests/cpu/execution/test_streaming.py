@@ -7,6 +7,7 @@ import fcntl
 import mmap
 import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Iterable
@@ -291,3 +292,39 @@ def test_an_arena_hands_out_what_it_has() -> None:
 
 def test_nothing_is_streamed_without_a_layer() -> None:
     assert streamed_layers([10, 20], 0) == StreamedLayers((), (), 0, ())
+
+
+def test_ctrl_c_while_others_are_stopped_leaves_a_file_that_is_read(tmp_path: Path) -> None:
+    """The second of two: a piece that the first left on its way arrives late, and in nobody's layer."""
+    arrived, hurry = threading.Event(), threading.Event()
+
+    def read(file: int, piece: memoryview, offset: int) -> int:
+        if threading.current_thread() in late:
+            while not stopped._shutdown:
+                time.sleep(0.001)
+            os.kill(os.getpid(), signal.SIGINT)
+            hurry.wait(PATIENCE_S)
+        return os.preadv(file, [piece], offset)
+
+    def come_late() -> None:
+        late.append(threading.current_thread())
+        file.read_at(memoryview(slots._slots[1].memory), 0)
+        arrived.set()
+
+    late = list[threading.Thread]()
+    file = LayerFile(tmp_path, 3, PAGE, read)
+    slots = LayerSlots(StreamedLayers((0, 1, 2), (PAGE,) * 3, 3 * PAGE, (0, 1, 2)), file)
+    for layer in range(3):
+        slots.arena(layer).tensor((PAGE,), torch.uint8, torch.device("cpu")).fill_(layer + 1)
+        slots.keep(layer)
+    stopped, slots._slots[1].asking = file._threads, True  # Where the first came.
+    stopped.submit(come_late)
+    with pytest.raises(KeyboardInterrupt):
+        slots._fill(slots._slots[1], 1)
+    threading.Timer(0.1, hurry.set).start()
+    for layer in (0, 1):
+        slots.begin(layer)
+    assert arrived.wait(PATIENCE_S)
+    for layer in (0, 1):
+        assert set(slots._slot(layer).tensor.tolist()) == {layer + 1}
+    slots.close()

@@ -8,11 +8,13 @@ import signal
 from types import SimpleNamespace
 
 import pytest
+import torch
 from simulated_vram import LAYERS, LEAST_BLOCKS, OTHERS, PAGE, STREAMED, ExpertGpu, Experts, Gpu
 
 from holdfast.engine.core.kv_balance import GONE_S, KVBalance
-from holdfast.errors import DoesNotFitError
+from holdfast.errors import DoesNotFitError, EngineError
 from holdfast.execution.gpu.memory.arbiter import LEAST_SPEED
+from holdfast.execution.streaming.pinned_memory import NOT_PINNED
 from holdfast.records import VramBudget
 
 
@@ -72,6 +74,25 @@ def test_page_tables_of_what_is_pinned_for_layers_that_leave_are_counted(monkeyp
     gpu.change(budget)
     assert gpu.layers.pinned_bytes > before
     assert gpu.told_bytes() + gpu.layers.pinned_bytes // 16 <= budget
+    gpu.close()
+
+
+def test_page_tables_of_what_was_pinned_are_counted_where_more_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.execution.gpu.memory.arbiter.page_tables_bytes", lambda pinned: pinned // 16)
+    gpu = Gpu()
+    before, add = gpu.layers.pinned_bytes, gpu.layers._memory.add
+
+    def once(nbytes: int) -> torch.Tensor:
+        if gpu.layers.pinned_bytes > before:
+            raise EngineError("no more RAM", code=NOT_PINNED)
+        return add(nbytes)
+
+    monkeypatch.setattr(gpu.layers._memory, "add", once)
+    gpu.arbiter.shares["page_tables"] = before // 16
+    with pytest.raises(DoesNotFitError):
+        gpu.change(gpu.budget - 4 * gpu.driver.whole(gpu.size))
+    assert gpu.layers.pinned_bytes == before + gpu.size
+    assert gpu.arbiter.shares["page_tables"] == gpu.layers.pinned_bytes // 16
     gpu.close()
 
 

@@ -44,7 +44,7 @@ from holdfast.planner.serve import offload
 from holdfast.planner.serve.gpu_plan import make_gpu_plan
 from holdfast.planner.serve.host_memory import with_host_memory
 from holdfast.planner.sizing.engine_weights import EngineWeights
-from holdfast.units import GIB
+from holdfast.units import GIB, format_bytes
 
 Ask = Callable[..., Question]
 LIMITS = {"max_model_len": 2048, "max_num_seqs": 32, "max_num_batched_tokens": 2048}
@@ -244,6 +244,15 @@ def test_speed_and_alternatives_are_said_at_start() -> None:
     assert "GB a step over PCIe 5.0 x16" in said["expected_speed"].reason
     assert str(said["alternative"].value).startswith("--quantization fp8: all layers on the GPU, about ")
     assert "alternative" not in {decision.field for decision in served("llama-3.1-8b", 13, gpu_layers=8).decisions}
+
+
+def test_what_is_said_to_be_copied_is_what_is_copied() -> None:
+    """Four-bit zero points lie two to a byte on the way."""
+    plan = served("llama-3.1-70b-awq", 22.93, **LIMITS)
+    layers = streamed(plan)
+    said = {decision.field: decision for decision in plan.decisions}["streamed_layers"]
+    assert str(said.value) == f"40 of 80, {format_bytes(layers.moved_bytes)}"
+    assert format_bytes(layers.moved_bytes) != format_bytes(layers.weights_bytes)
 
 
 AMX_HOST = Processor(model="", cores=16, features=KERNEL_VARIANTS["amx"])

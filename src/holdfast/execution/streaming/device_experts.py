@@ -30,9 +30,10 @@ import torch
 from holdfast.errors import EngineError
 from holdfast.execution.memory import Arena
 from holdfast.execution.streaming.copies import Copies, back_rate
-from holdfast.execution.streaming.expert_exchange import ExpertSlot, FetchedPieces, LayerExchange, bytes_of
+from holdfast.execution.streaming.expert_exchange import FetchedPieces, LayerExchange, bytes_of
 from holdfast.execution.streaming.expert_host import ExpertHost
 from holdfast.execution.streaming.expert_uses import ExpertUses, Swap
+from holdfast.execution.streaming.layer_slots import ExpertSlot
 from holdfast.execution.streaming.pinned_memory import PinnedMemory, as_device_memory
 from holdfast.footprint.expert_places import LINK_SHARE, ExpertPlaces
 from holdfast.footprint.streamed import with_gaps

@@ -32,9 +32,10 @@ from holdfast.execution.streaming.copies import Copies, back_rate
 from holdfast.execution.streaming.disk.embedding_rows import EmbeddingRows
 from holdfast.execution.streaming.disk.layer_file import LayerFile
 from holdfast.execution.streaming.disk.read_ahead import ReadAhead
-from holdfast.execution.streaming.layer_pieces import BOTH, DeviceSlot, LayerPieces, SlotHalf
+from holdfast.execution.streaming.layer_pieces import BOTH, LayerPieces
+from holdfast.execution.streaming.layer_slots import DeviceSlot, SlotHalf
 from holdfast.execution.streaming.pinned_memory import PinnedMemory, as_device_memory
-from holdfast.footprint.streamed import PAGE_BYTES, StreamedLayers, ahead_of, one_less, one_more
+from holdfast.footprint.streamed import StreamedLayers, ahead_of, one_less, one_more, whole_grains
 from holdfast.observability.decisions import Decision
 from holdfast.records import LinkUse
 from holdfast.units import format_bytes
@@ -371,9 +372,9 @@ class DeviceLayers:
     def one_more(self, layers: Sequence[int]) -> tuple[int, ...] | None:
         """With one more streamed than these; None: there is none, or RAM has no room for it."""
         kept = {*self._in_ram, *self._streamed.on_disk}
-        room = self._room() - self.moved_with([layer for layer in layers if layer not in kept])
+        room = self._room() - sum(self._waiting_bytes(layer) for layer in layers if layer not in kept)
         others = [layer for layer in self._sizes if layer not in set(layers)]
-        able = [layer for layer in others if layer in kept or self.moved_with([layer]) <= room]
+        able = [layer for layer in others if layer in kept or self._waiting_bytes(layer) <= room]
         found = one_more(layers, len(self._sizes), able, kept)
         return None if found is None else tuple(sorted((*layers, found)))
 
@@ -414,8 +415,13 @@ class DeviceLayers:
             if layer in self._in_ram:
                 self._coming.add(layer)
             else:
-                assert self._on_disk is not None
-                self.pieces.fetch(layer, self._on_disk.fetch(layer), self.place(layer), self._copies)
+                try:
+                    assert self._on_disk is not None
+                    self.pieces.fetch(layer, self._on_disk.fetch(layer), self.place(layer), self._copies)
+                except BaseException:  # A disk may fail, or hang until Ctrl-C.
+                    self._ranges.drop(layer)
+                    self._stay_streamed(coming, number)
+                    raise
 
     def _make_slots(self, wanted: int) -> int:
         """As many, or those that there are where somebody else took the memory that layers have left."""
@@ -446,9 +452,13 @@ class DeviceLayers:
     def _save(self, layer: int) -> None:
         """It is where it may wait."""
         if layer not in self._in_ram and layer not in self._streamed.on_disk:
-            memory = self._memory.add(-(-self.moved_with([layer]) // PAGE_BYTES) * PAGE_BYTES)
+            memory = self._memory.add(self._waiting_bytes(layer))
             self._put(layer, memory)
             self._in_ram[layer] = memory
+
+    def _waiting_bytes(self, layer: int) -> int:
+        """Of RAM, for one that leaves."""
+        return whole_grains(self.moved_with([layer]))
 
     def _arrive(self, layer: int) -> None:
         """From where it waited, to stay: in its turn among those that are streamed, which is the order of need."""

@@ -1,5 +1,5 @@
 """What a GPU's layer has of the pinned memory through which the host computes some of its experts: tensors, and nothing
-that is computed. `footprint.experts.ExchangeLayout` draws it. How it fetches others, and slots for all of them."""
+that is computed. `footprint.experts.ExchangeLayout` draws it. And how it fetches others."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-
-from holdfast.execution.streaming.copies import Copies
 
 SHARES = 256
 """In so many parts the experts that wait are divided between host and link."""
@@ -68,14 +66,6 @@ class LayerExchange(NamedTuple):
     """int32 [1] on the device: not 0 once a reply did not come."""
     lost: torch.Tensor | None = None
     """int32 [1] that both see: the same, for the host to look at."""
-
-
-class ExpertSlot:
-    def __init__(self, tensor: torch.Tensor, copies: Copies) -> None:
-        self.tensor = tensor
-        self.layer: int | None = None
-        """Whose experts are in it, or asked for."""
-        self.read, self.copied = copies.mark(), copies.mark()
 
 
 def bytes_of(plane: torch.Tensor, experts: int) -> torch.Tensor:

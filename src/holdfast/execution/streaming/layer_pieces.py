@@ -4,7 +4,7 @@
     travels  [ codes | scales | ac bd ] [ codes | ... ]      where it waits, and on the link: one piece behind the other
 
 Two zero points that lie half a plane apart share the byte of the first, so a plane is packed and spread where it lies.
-And which halves of layers a slot has. Knows nothing of matrices, nor when anything is copied.
+Knows nothing of matrices, nor when anything is copied.
 """
 
 from __future__ import annotations
@@ -120,22 +120,3 @@ def _half(first: int, last: int, planes: Sequence[Extent]) -> _Half:
     if at < last:
         pieces.append((at, last))
     return _Half(tuple(pieces), tuple(own))
-
-
-class DeviceSlot:
-    def __init__(self, copies: Copies) -> None:
-        self.halves = tuple(SlotHalf(number, copies) for number in (0, 1))
-
-
-class SlotHalf:
-    """Of whichever layer is in the slot: its first bytes, which attention reads, or the others."""
-
-    def __init__(self, number: int, copies: Copies) -> None:
-        self.number = number
-        self.layer: int | None = None
-        """Whose bytes are in it, or asked for."""
-        self.waiting = False
-        """For a disk: the copy is not launched."""
-        self.packed = False
-        """It is to be spread before it is read."""
-        self.read, self.copied = copies.mark(), copies.mark()

@@ -26,6 +26,7 @@ from holdfast.execution.streaming.copies import Copies
 from holdfast.execution.streaming.pinned_memory import PinnedMemory
 from holdfast.execution.tiers.disk import DiskReads, Store
 from holdfast.footprint.cpu import staging_stride
+from holdfast.held_interrupts import interrupts_put_off
 from holdfast.kvcache.pool import Tier
 from holdfast.records import BlockCopy, StepPlan
 
@@ -137,6 +138,10 @@ class DiskPlaces:
 
     def place(self, number: int) -> torch.Tensor:
         return self._writing[number]
+
+    def write_nothing(self) -> None:
+        """Of what lies in places: all are free."""
+        self._free = list(range(len(self._writing)))
 
     def close(self) -> None:
         self.reads.give_up()
@@ -274,19 +279,18 @@ class GpuPageCopies:
     def _load(
         self, source: torch.Tensor, target: torch.Tensor, after: Any, copies: list[BlockCopy], reads: int | None = None
     ) -> None:
-        mark = self.link.mark()
-        self._coming.append(_Piece(mark, copies, reads=reads))  # First: whatever interrupts this, it is known.
-        if self._behind_weights():
-            self.link.copy_later(source, target, after, [mark])
-        else:
-            self.link.copy(source, target, after, [mark])
+        mark, later = self.link.mark(), self._behind_weights()
+        with interrupts_put_off():  # A copy that nobody knows would come to a page that is another's by then.
+            self._coming.append(_Piece(mark, copies, reads=reads))
+            (self.link.copy_later if later else self.link.copy)(source, target, after, [mark])
 
     def _store(
         self, source: torch.Tensor, target: torch.Tensor, after: Any, copies: list[BlockCopy], writes: int | None = None
     ) -> None:
         mark = self.link.mark()
-        self._going.append(_Piece(mark, copies, writes=writes))
-        self.link.copy_back(source, target, after, [mark])
+        with interrupts_put_off():  # A mark that was never set counts as passed.
+            self._going.append(_Piece(mark, copies, writes=writes))
+            self.link.copy_back(source, target, after, [mark])
 
     def over(self, wait: bool) -> Over:
         """Copies that are over since the last time. `wait`: for one of them at least, a little."""
@@ -333,12 +337,20 @@ class GpuPageCopies:
         return [] if self._disk is None else [copy.copy_id for copy in self._disk.reads.give_up()]
 
     def abandon(self) -> None:
-        """What is on its way is nobody's; when this returns the pool is not written to."""
+        """What is on its way is nobody's; when this returns the pool is not written to. Nothing of it goes to the disk:
+        where something failed before a copy, an older page may lie in its place."""
         self.give_up_reads()
         for piece in (*self._coming, *self._going):
             self.link.wait(piece.mark)
         self.link.settle()  # What was interrupted may be on its way without its mark.
-        self.over(wait=False)
+        while self._coming:
+            piece = self._coming.popleft()
+            if piece.reads is not None and self._disk is not None:
+                self._disk.reads.release(piece.reads)
+        self._going.clear()
+        self._failed = []
+        if self._disk is not None:
+            self._disk.write_nothing()
 
     def close(self) -> None:
         self.link.close()

@@ -125,7 +125,7 @@ def with_offload(found: Plan, config: EngineConfig, host: HostShare) -> Plan:
 def _decisions(placed: Placement, host: HostShare) -> Iterator[Decision]:
     streamed, plan = placed.streamed, placed.plan
     layers, asked = len(plan.question.model.spec.layers), plan.question.settings.offload
-    value = f"{len(streamed.layers)} of {layers}, {format_bytes(streamed.weights_bytes)}"
+    value = f"{len(streamed.layers)} of {layers}, {format_bytes(streamed.moved_bytes)}"
     reason, source = "the others stay in VRAM; these are copied to the GPU for every step", "planner"
     if asked.by_hand:
         reason, source = f"{asked.flag}: {reason}", "set"

@@ -283,8 +283,10 @@ class VramArbiter:
             resize_kv(min(self._kv.blocks, blocks_beside(layers.bytes_with(streamed))))
         try:
             with interrupts_put_off():
-                layers.change(streamed)
-                self._count(layers, "layer_slots")
+                try:
+                    layers.change(streamed)
+                finally:  # What some were pinned for stays where one could not be.
+                    self._count(layers, "layer_slots")
         except EngineError as error:
             if error.code != NOT_PINNED:
                 raise

@@ -47,6 +47,8 @@ class LayerFile:
         self._file = self._open(folder)
         self._end = weakref.finalize(self, os.close, self._file)  # Loading may fail in the middle.
         self._threads, self._clock = _readers(), _ReadClock()
+        self._stopped: list[ThreadPoolExecutor] = []
+        """That may still be reading."""
 
     def _open(self, folder: Path) -> int:
         try:
@@ -114,8 +116,11 @@ class LayerFile:
 
     def stop_reading(self) -> None:
         """No piece is being read when this returns, also of a `read` that was interrupted."""
-        self._threads.shutdown()  # Nobody may wait for a piece that is never read.
-        self._threads = _readers()
+        self._stopped.append(self._threads)
+        self._threads = _readers()  # First: Ctrl-C may come again, and others read then.
+        for threads in self._stopped:
+            _shut_down(threads)
+        self._stopped.clear()
 
     @contextmanager
     def awaited(self) -> Iterator[None]:
@@ -130,7 +135,8 @@ class LayerFile:
         return self._clock.use()
 
     def close(self) -> None:
-        self._threads.shutdown(cancel_futures=True)
+        for threads in (*self._stopped, self._threads):
+            threads.shutdown(cancel_futures=True)
         self._end()
 
 
@@ -176,6 +182,19 @@ class _ReadClock:
 
 def _readers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(DEPTH, "layer-reader")
+
+
+def _shut_down(threads: ThreadPoolExecutor) -> None:
+    """What was asked for is read before: nobody may wait for a piece that is never read. A `join` that Ctrl-C came in
+    takes a thread that runs for one that is over; so another thread joins them."""
+    ended = threading.Event()
+
+    def end() -> None:
+        threads.shutdown()
+        ended.set()
+
+    threading.Thread(target=end, name="layer-reader-end").start()
+    ended.wait()
 
 
 def _allocate(file: int, nbytes: int) -> None:

@@ -50,8 +50,8 @@ class ReadAhead:
 
     def follow(self, layers: Sequence[int]) -> None:
         """Those that are read from now on, in their order, round and round. Nothing may be on its way."""
-        self._drop()
         self._order, self._next = tuple(layers), 0
+        self._drop()
 
     def write(self, layer: int, put: Callable[[torch.Tensor], None]) -> None:
         """What this puts into pinned memory goes to the file; nothing may be on its way."""
@@ -63,10 +63,15 @@ class ReadAhead:
     def fetch(self, layer: int) -> torch.Tensor:
         """What is in the file, in pinned memory until anything else is read; nothing may be on its way."""
         self._drop()
-        memory = self._copied[0].memory
-        for piece in list(self._file.read(self._place[layer], _view(memory))):
+        buffer = self._copied.popleft()
+        buffer.layer, buffer.coming = None, []
+        self._reading.append(buffer)
+        buffer.coming = list(self._file.read(self._place[layer], _view(buffer.memory)))
+        for piece in buffer.coming:
             piece.result()
-        return memory
+        buffer.layer = layer
+        self._drop()
+        return buffer.memory
 
     def go_on(self) -> None:
         """Begins to read as many as there are buffers that nobody copies from any more."""
