@@ -1,9 +1,10 @@
 """KV beyond the pool on a GPU: conversations that come back from RAM and disk, and what that costs those who decode.
 
-    python -m benchmarks.kv_tiers nothing-to-reuse ram decode       two starts of an engine for all three rows
+    python -m benchmarks.kv_tiers nothing-to-reuse ram decode       three starts of an engine for all three rows
     python -m benchmarks.kv_tiers disk DIR                          two, of another model
-        nothing-to-reuse    prompts that nobody asked before, twice without RAM below the pool and twice with it: tokens
-                            a second, seconds to the first token, and the shares of both
+        nothing-to-reuse    prompts that nobody asked before, twice with RAM below the pool, twice without it, and twice
+                            with it again, three starts: tokens a second, seconds to the first token, the share of
+                            those with it (before and after) in those without, and what after is of before
         ram                 32 conversations of 16k tokens over a pool that holds 8 (8B bf16), with 72 GiB of --kv-ram:
                             each is asked once; all again at once; each again in turn; all at once again. Seconds to the
                             first token, computed and from RAM; the link's own rate says what is wanted in turn:
@@ -109,10 +110,37 @@ class Figures:
     p99_s: float
 
 
+@dataclass(frozen=True)
+class Report:
+    """`out`: gets the lines too. `judges`: what is wanted is of the whole machine, and says nothing of a small one."""
+
+    out: Path | None
+    judges: bool
+
+    def say(self, row: str, **figures: Any) -> None:
+        rounded = {name: round(value, 4) if isinstance(value, float) else value for name, value in figures.items()}
+        line = json.dumps({"row": row, **rounded})
+        print(line, flush=True)
+        if self.out is not None:
+            with self.out.open("a") as out:
+                out.write(line + "\n")
+
+    def judge(
+        self, row: str, what: str, measured: float, *, most: float | None = None, least: float | None = None
+    ) -> None:
+        if not self.judges:
+            self.say(row, figure=what, measured=measured)
+            return
+        holds = (most is None or measured <= most) and (least is None or measured >= least)
+        wanted = {"at_most": most} if most is not None else {"at_least": least}
+        self.say(row, verdict=what, measured=measured, **wanted, holds=holds)
+
+
 class Engines:
     """One is open at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, report: Report) -> None:
+        self.report = report
         self._open: tuple[str, LLM, EngineCore] | None = None
         self.known = 0
         """Conversations that it was asked, and may have."""
@@ -124,7 +152,9 @@ class Engines:
             self.close()
             began_s = time.perf_counter()
             self._open = (name, *open_llm(config, **settings))
-            say("start", seconds=time.perf_counter() - began_s, settings={k: str(v) for k, v in settings.items()})
+            self.report.say(
+                "start", seconds=time.perf_counter() - began_s, settings={k: str(v) for k, v in settings.items()}
+            )
         core = self._open[2]
         settle(core)
         if not knows or self.known < knows:
@@ -149,9 +179,10 @@ def open_llm(config: dict[str, Any], **settings: Any) -> tuple[LLM, EngineCore]:
     return llm, core
 
 
-def prompt(number: int, scale: Scale) -> list[int]:
+def prompt(number: int, scale: Scale, tokens: int | None = None) -> list[int]:
+    """`tokens`: the first so many of it."""
     draw = random.Random(number)
-    return [draw.randrange(scale.vocabulary) for _ in range(scale.tokens)]
+    return [draw.randrange(scale.vocabulary) for _ in range(scale.tokens if tokens is None else tokens)]
 
 
 def add(core: EngineCore, name: str, ids: list[int], max_tokens: int = 1) -> None:
@@ -177,25 +208,6 @@ def settle(core: EngineCore) -> None:
         core.step()
 
 
-OUT: list[Path] = []
-"""Where lines go as well."""
-
-
-def say(row: str, **figures: Any) -> None:
-    rounded = {name: round(value, 4) if isinstance(value, float) else value for name, value in figures.items()}
-    line = json.dumps({"row": row, **rounded})
-    print(line, flush=True)
-    if OUT:
-        with OUT[0].open("a") as out:
-            out.write(line + "\n")
-
-
-def judge(row: str, what: str, measured: float, *, most: float | None = None, least: float | None = None) -> None:
-    holds = (most is None or measured <= most) and (least is None or measured >= least)
-    wanted = {"at_most": most} if most is not None else {"at_least": least}
-    say(row, verdict=what, measured=measured, **wanted, holds=holds)
-
-
 def tiers_of(stats: EngineStats) -> dict[str, Any]:
     found = {f"{one.tier}_hit_tokens": one.hit_tokens_total for one in stats.kv_tiers}
     loaded = {f"{one.tier}_loaded_gb": one.loaded_bytes_total / 1e9 for one in stats.kv_tiers}
@@ -208,7 +220,7 @@ def conversations(engines: Engines, scale: Scale) -> None:
     first_s = median([median([ask(core, [ids])[0] for ids in prompts]) for _ in range(scale.again_after)])
     settle(core)
     engines.known = len(prompts)
-    say(row, part="first round, computed", p50_s=first_s, **tiers_of(core.stats()))
+    engines.report.say(row, part="first round, computed", p50_s=first_s, **tiers_of(core.stats()))
 
     def again(part: str, work: Callable[[], list[float]]) -> tuple[list[float], float | None]:
         before, counted = link_of(core), tiers_of(core.stats())
@@ -217,24 +229,24 @@ def conversations(engines: Engines, scale: Scale) -> None:
         figures = {"p50_s": median(seconds), "p99_s": seconds[len(seconds) * 99 // 100], "most_s": seconds[-1]}
         rate = link_rate(before, link_of(core))
         gb_s = None if rate is None else rate / 1e9
-        say(row, part=part, **figures, link_gb_s=gb_s, **since(counted, tiers_of(core.stats())))
+        engines.report.say(row, part=part, **figures, link_gb_s=gb_s, **since(counted, tiers_of(core.stats())))
         return seconds, rate
 
     seconds, _ = again("all at once", lambda: ask(core, prompts))
-    judge(row, "all at once: seconds to the last first token", seconds[-1], most=1.8)
+    engines.report.judge(row, "all at once: seconds to the last first token", seconds[-1], most=1.8)
     seconds, rate = again("in turn", lambda: [ask(core, [ids])[0] for ids in prompts])
     if rate is not None:
         wanted_s = scale.bytes_each / rate * 1.3 + 0.02
-        judge(row, "in turn: seconds to the first token, p50", median(seconds), most=wanted_s)
-        judge(row, "in turn: seconds to the first token, the slowest", seconds[-1], most=wanted_s)
-    judge(row, "in turn: times as fast as computing", first_s / median(seconds), least=6.0)
+        engines.report.judge(row, "in turn: seconds to the first token, p50", median(seconds), most=wanted_s)
+        engines.report.judge(row, "in turn: seconds to the first token, the slowest", seconds[-1], most=wanted_s)
+    engines.report.judge(row, "in turn: times as fast as computing", first_s / median(seconds), least=6.0)
     seconds, _ = again("all at once, again", lambda: ask(core, prompts))
-    judge(row, "all at once, again: seconds to the last first token", seconds[-1], most=1.8)
+    engines.report.judge(row, "all at once, again: seconds to the last first token", seconds[-1], most=1.8)
 
 
 def with_tier(engines: Engines, scale: Scale, knows: int = 0) -> EngineCore:
     core = engines.core(scale.config, knows=knows, **scale.settings, **scale.tier)
-    wait_for_ram(core, scale.ram_bytes)
+    wait_for_ram(engines.report, core, scale.ram_bytes)
     return core
 
 
@@ -254,14 +266,14 @@ def since(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     return {name: value - before.get(name, 0) for name, value in after.items()}
 
 
-def wait_for_ram(core: EngineCore, nbytes: int) -> None:
+def wait_for_ram(report: Report, core: EngineCore, nbytes: int) -> None:
     """Until all of it is pinned; steps tell. Launches wait for the driver while it pins."""
     began_s = time.perf_counter()
     while nbytes and not any(one.tier == "ram" and one.total_bytes == nbytes for one in core.stats().kv_tiers):
         ask(core, [[7, 8, 9]])
         time.sleep(0.2)
     if (seconds := time.perf_counter() - began_s) > 1:
-        say("pinned", seconds=seconds)
+        report.say("pinned", seconds=seconds)
 
 
 def decode(engines: Engines, scale: Scale) -> None:
@@ -280,13 +292,13 @@ def decode(engines: Engines, scale: Scale) -> None:
             add(core, f"d{number}-{time.monotonic()}", [number + 3] * 64, min(1900, longest))
         before, asked = tiers_of(core.stats()), [] if beside == "nobody" else prompts
         figures = decode_beside(core, asked, scale.decoded_s, short=beside == "short prompts")
-        say(row, beside=beside, **figures, **since(before, tiers_of(core.stats())))
+        engines.report.say(row, beside=beside, **figures, **since(before, tiers_of(core.stats())))
         found[beside].append(figures["tok_per_s"])
         for request_id in list(core.scheduler._sequences):
             core.abort(request_id)
         settle(core)
     share = mean(found["conversations"]) / mean(found["nobody"])
-    judge(row, "tokens a second while pages move, of those without", share, least=0.95)
+    engines.report.judge(row, "tokens a second while pages move, of those without", share, least=0.95)
 
 
 def decode_beside(core: EngineCore, prompts: list[list[int]], for_s: float, *, short: bool) -> dict[str, Any]:
@@ -310,42 +322,45 @@ def decode_beside(core: EngineCore, prompts: list[list[int]], for_s: float, *, s
 
 
 def nothing_to_reuse(engines: Engines, scale: Scale, folder: str | None) -> None:
-    """Without tiers and with one: the store in `folder`, or else what conversations have below the pool. That the two
-    turns of one engine differ says how much is noise."""
-    found: dict[bool, list[Figures]] = {False: [], True: []}
+    """With a tier, without, and with it again: the store in `folder`, or else what conversations have below the pool.
+    A machine that becomes slower does so for both: what is compared with the middle is the mean of before and after.
+    How much these differ, and the two turns of one engine, says how much is noise. Begun and ended with the tier since
+    other rows use that engine."""
+    found: list[list[Figures]] = []
     row = "nothing-to-reuse" if folder is None else "nothing-to-reuse-disk"
-    for tier in (False, True):
+    for place, tier in enumerate((True, False, True)):
         with tempfile.TemporaryDirectory(dir=folder) as store:
             on = {} if not tier else scale.tier if folder is None else {"kv_store": store, "kv_store_size": "20GiB"}
+            found.append([])
             for turn in range(3):
                 core = engines.core(scale.config, **scale.settings, **on)
-                wait_for_ram(core, scale.ram_bytes if tier and folder is None else 0)
+                wait_for_ram(engines.report, core, scale.ram_bytes if tier and folder is None else 0)
                 if not turn:  # Graphs are captured.
                     new_prompts(core, scale, 0, 1)
                     continue
                 before = tiers_of(core.stats())
-                found[tier].append(figures := new_prompts(core, scale, turn, scale.new_turns))
-                say(
+                found[place].append(figures := new_prompts(core, scale, turn, scale.new_turns))
+                engines.report.say(
                     row, tier=tier, tok_per_s=figures.tok_per_s, p50_s=figures.p50_s, p99_s=figures.p99_s,
                     **since(before, tiers_of(core.stats())),
                 )  # fmt: skip
             if folder is not None:
                 engines.close()  # Before its folder goes.
-    with_it, without = found[True], found[False]
     for name in ("tok_per_s", "p50_s", "p99_s"):
-        share = sum(getattr(one, name) for one in with_it) / sum(getattr(one, name) for one in without)
+        first, without, last = (mean(getattr(one, name) for one in figures) for figures in found)
+        engines.report.say(row, drift=f"{name} with it, after of before", measured=last / first)
         wanted = {"least": 0.98} if name == "tok_per_s" else {"most": 1.02}
-        judge(row, f"{name}, of that without", share, **wanted)
+        engines.report.judge(row, f"{name}, of that without", mean([first, last]) / without, **wanted)
 
 
 def new_prompts(core: EngineCore, scale: Scale, series: int, turns: int) -> Figures:
-    """Eight at a time, each with an answer."""
+    """Eight at a time, each with an answer. Drawn before any is timed."""
+    each = [
+        {f"{turn}-{one}": prompt(1000 * (1 + series) + 10 * turn + one, scale, scale.new_tokens) for one in range(8)}
+        for turn in range(turns)
+    ]
     firsts, begin = list[float](), time.perf_counter()
-    for turn in range(turns):
-        asked = {
-            f"{turn}-{one}": prompt(1000 * (1 + series) + 10 * turn + one, scale)[: scale.new_tokens]
-            for one in range(8)
-        }
+    for asked in each:
         asked_s, unfinished = time.perf_counter(), set(asked)
         seen = set[str]()
         for name, ids in asked.items():
@@ -372,20 +387,22 @@ def disk(engines: Engines, scale: Scale, folder: str, *, again: bool) -> None:
         for part in ("computed", "from the pool, and written"):
             firsts, began_s = [ask(core, [ids])[0] for ids in prompts], time.perf_counter()
             settle(core)
-            say(row, part=part, firsts_s=rounded(firsts), settled_s=time.perf_counter() - began_s)
+            engines.report.say(row, part=part, firsts_s=rounded(firsts), settled_s=time.perf_counter() - began_s)
         engines.close()
     raw = disk_rate(folder)
-    say(row, part="raw reads of the disk", gb_s=raw / 1e9)
+    engines.report.say(row, part="raw reads of the disk", gb_s=raw / 1e9)
     core = engines.core(scale.disk_config, kv_store=folder, **scale.disk_settings)  # It knows nothing but the folder.
     firsts = [ask(core, [ids])[0] for ids in prompts]
     counted = tiers_of(core.stats())
-    say(row, part="from the disk after a restart", firsts_s=rounded(firsts), **counted)
+    engines.report.say(row, part="from the disk after a restart", firsts_s=rounded(firsts), **counted)
     loaded = counted.get("disk_loaded_gb", 0.0) * 1e9 / len(prompts)
     if loaded:
-        judge(row, "seconds to the first token, of bytes / measured rate", median(firsts) / (loaded / raw), most=1.15)
-    new = [ask(core, [prompt(100 + number, scale)])[0] for number in range(2)]
-    say(row, part="computed", firsts_s=rounded(new))
-    judge(row, "times as fast as computing", median(new) / median(firsts), least=1.6)
+        engines.report.judge(
+            row, "seconds to the first token, of bytes / measured rate", median(firsts) / (loaded / raw), most=1.15
+        )
+    new = [ask(core, [ids])[0] for ids in [prompt(100 + number, scale) for number in range(2)]]
+    engines.report.say(row, part="computed", firsts_s=rounded(new))
+    engines.report.judge(row, "times as fast as computing", median(new) / median(firsts), least=1.6)
     engines.close()
 
 
@@ -429,9 +446,11 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("rows", nargs="+", metavar="ROW [DIR]")
     asked = parser.parse_args(given)
     rows = asked_rows(parser, asked.rows)
-    OUT[:] = [] if asked.out is None else [asked.out]
     scratch = tempfile.TemporaryDirectory()
-    scale, engines = small(scratch.name + "/store") if asked.small else whole(), Engines()
+    scale, engines = (
+        small(scratch.name + "/store") if asked.small else whole(),
+        Engines(Report(asked.out, judges=not asked.small)),
+    )
     for row, folder in rows:
         if row == "ram":
             conversations(engines, scale)

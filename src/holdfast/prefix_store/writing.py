@@ -51,6 +51,8 @@ class _Write:
     slot: int = -1
     generation: int = 0
     check: bytes = b""
+    wanted: bool = True
+    """It was not forgotten since."""
 
 
 class PageWriter:
@@ -65,9 +67,10 @@ class PageWriter:
         self._size_bytes, self._daily_write_bytes, self._queue_bytes = size_bytes, daily_write_bytes, queue_bytes
         self._most = min(PIECES_AT_ONCE, max(1, min(BATCH_BYTES, size_bytes // BATCH_PART) // slab.slot_bytes))
         self._queue: deque[_Write] = deque()
-        self._pending: set[bytes] = set()
-        self._unwanted: set[bytes] = set()
-        """Of these, that were forgotten since."""
+        self._pending: dict[bytes, _Write] = {}
+        """Those that are wanted, of the queue and of the batch that is being written."""
+        self._places = 0
+        """That these take, and those that were forgotten since."""
         self._suspect = suspect
         self._changed = threading.Condition()
         self._closing, self._stopping = False, False
@@ -84,7 +87,7 @@ class PageWriter:
 
     @property
     def queued_bytes(self) -> int:
-        return len(self._pending) * self._slab.slot_bytes
+        return self._places * self._slab.slot_bytes
 
     def write(self, key: bytes, source: Source, done: Callable[[bool], None] | None) -> bool:
         with self._changed:
@@ -92,8 +95,8 @@ class PageWriter:
             if reason is not None:
                 self._counts.drop(reason)
                 return False
-            self._pending.add(key)
-        write = _Write(key, source, done)
+            write = self._pending[key] = _Write(key, source, done)
+            self._places += 1
         if done is None and not callable(source):
             # The caller's memory is theirs again when this returns.
             write.copy = write.source = self._copies.copy(source[: self._slab.page_bytes])
@@ -102,14 +105,23 @@ class PageWriter:
                 self._queue.append(write)
                 self._changed.notify_all()
                 return True
-            self._pending.discard(key)
+            self._leave([write])
         self._counts.drop("closing")
         return False
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Those that wait are not written; of one that is just being written nobody reads."""
+        """Those that wait are not written; of one that is just being written nobody reads. Both may come anew."""
         with self._changed:
-            self._unwanted |= self._pending.intersection(keys)
+            for key in keys:
+                if (write := self._pending.pop(key, None)) is not None:
+                    write.wanted = False
+
+    def _leave(self, writes: Sequence[_Write]) -> None:
+        """Their places are free."""
+        self._places -= len(writes)
+        for write in writes:
+            if self._pending.get(write.key) is write:
+                del self._pending[write.key]
 
     def takes(self) -> bool:
         """Whether there is any sense in writing: not whether the queue has a place."""
@@ -139,7 +151,7 @@ class PageWriter:
             return "store failing"
         if self.queued_bytes + self._slab.slot_bytes > self._queue_bytes:
             return "queue full"
-        waiting = (len(self._pending) - self._counted + 1) * self._slab.slot_bytes
+        waiting = (self._places - self._counted + 1) * self._slab.slot_bytes
         if self._over_budget(self._folder.seen.on(self._calls.now()), waiting):
             return "write budget"
         return None
@@ -166,16 +178,13 @@ class PageWriter:
 
     def _finish(self, batch: Sequence[_Write], written: Sequence[_Write]) -> None:
         with self._changed:
-            keys = {write.key for write in batch}
-            unwanted = self._unwanted & keys
-            self._unwanted -= keys
-            self._pending -= keys
+            unwanted = [write for write in written if not write.wanted]
+            there = {id(write) for write in written if write.wanted}
+            self._leave(batch)
             self._counted = 0
             self._changed.notify_all()
-        for write in written:
-            if write.key in unwanted:
-                self._suspect(write.key, write.slot, write.generation)
-        there = {id(write) for write in written if write.key not in unwanted}
+        for write in unwanted:
+            self._suspect(write.key, write.slot, write.generation)
         for write in batch:
             if write.copy is not None:
                 self._copies.give_back(write.copy)
@@ -229,7 +238,7 @@ class PageWriter:
             for write in batch:
                 if write.key in slab.index.slots:
                     self._counts.drop("already there")
-                elif write.key in self._unwanted:
+                elif not write.wanted:
                     self._counts.drop("forgotten")
                 elif self._over_budget(control, (len(wanted) + 1) * slab.slot_bytes):
                     self._counts.drop("write budget")
@@ -347,7 +356,7 @@ class PageWriter:
         """Nothing new is taken; what waits is written, as far as there is time, and the rest dropped."""
         with self._changed:
             self._closing = True
-            self._changed.wait_for(lambda: not self._pending, timeout_s)
+            self._changed.wait_for(lambda: not self._places, timeout_s)
             self._stopping = True
             left = list(self._queue)
             self._queue.clear()

@@ -29,8 +29,8 @@ in it as a whole, which takes a look at each block."""
 MOST_FETCHES = 2
 """Of one sequence, each time that it is in line."""
 KEPT, MEASURED_S = 0.8, 0.05
-"""Of what was measured before, with every new measurement; of a rate, with so many seconds of them: while much comes
-somebody looks every millisecond, and what a link does not do for a few says little."""
+"""Of a rate, with so many more seconds that were measured, in however many pieces: a quarter of a second decides. While
+much comes somebody looks every millisecond, and what a link does not do for a few says little."""
 TRIED = 0.04
 """Of the seconds that computing took because a tier was slower: so many may be lost by trying it once more. A tier
 that is slow for ever costs no more than that."""
@@ -44,26 +44,28 @@ kernel, captured a graph, or was over before the host looked."""
 PAUSE_S = 0.1
 """Between a step and the plan of the next, from which on there was nothing to do."""
 LOST_S = 1.0
-"""From which on pages that did not come at all show that their tier is slow."""
+"""From which on pages that did not come at all show that their tier is slow: as if one had come in so long, whatever
+it was. Nobody knows how slow it is, and what seems to stand still is never worth trying again."""
 
 
 class SeenRate:
     """Something a second, as far as it was seen."""
 
     def __init__(self) -> None:
-        self._amount = self._seconds = 0.0
+        self._rate = self._weight = 0.0
         self.credit_s = 0.0
         """That may be lost by seeing once more how fast it is."""
 
     @property
     def per_s(self) -> float | None:
         """None: it is not known."""
-        return self._amount / self._seconds if self._seconds > 0 and self._amount > 0 else None
+        return self._rate / self._weight if self._weight > 0 else None
 
     def note(self, amount: float, seconds: float) -> None:
         if seconds > 0 and amount > 0:
-            kept = KEPT ** min(1.0, seconds / MEASURED_S)
-            self._amount, self._seconds = self._amount * kept + amount, self._seconds * kept + seconds
+            kept = KEPT ** (seconds / MEASURED_S)
+            self._rate = self._rate * kept + amount / seconds * (1 - kept)
+            self._weight = self._weight * kept + 1 - kept
 
     def note_at_least(self, amount: float, seconds: float) -> None:
         """It may have been over long before anybody looked: that shows no more than that it is not slower."""
@@ -297,8 +299,8 @@ class Fetching:
             if not come and not tiers.in_flight(tier):
                 since_s = self._since_s.pop(tier)
                 self._looked_s.pop(tier, None)
-                if lost and now_s - since_s >= LOST_S:  # As if one page had come: it may come in time one day.
-                    rate.note(self._kv.layout.page_bytes, now_s - since_s)
+                if lost and now_s - since_s >= LOST_S:
+                    rate.note(self._kv.layout.page_bytes, LOST_S)
                 continue
             if not come:
                 self._looked_s[tier] = now_s

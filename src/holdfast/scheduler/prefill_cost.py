@@ -13,14 +13,17 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import combinations
+from operator import mul
 from statistics import median_low
 
 from holdfast.kvcache import KVLayout
 
 KEPT = 0.95
 """Of the weight of all steps before, with every new one."""
-REMEMBERED = 64
-"""Steps."""
+REMEMBERED = 32
+"""Steps, with four fifths of all weight. The engine's thread sums them up in each step with prompts: no more."""
+WEIGHTS = [KEPT ** (age / 2) for age in range(REMEMBERED)][::-1]
+"""The root of that of each, the newest last: all sums are of products of two."""
 DOUBT = 1e-4
 """Of what is seen, that speaks against each of the two others: the step's own has none."""
 PARTS = 3
@@ -98,15 +101,16 @@ class PrefillCost:
         expected = [_of(fit, parts) for parts, _ in self._seen]
         ratios = [took / by_fit for (_, took), by_fit in zip(self._seen, expected, strict=True) if by_fit > 0]
         pace = median_low(ratios) if ratios else 0.0
-        self._products = [[0.0] * PARTS for _ in range(PARTS)]
-        self._sums = [0.0] * PARTS
-        for (parts, took), by_fit in zip(self._seen, expected, strict=True):
-            scale = max(took, by_fit * pace)
-            row, target = [part / scale for part in parts], took / scale
-            for first in range(PARTS):
-                self._sums[first] = self._sums[first] * KEPT + row[first] * target
-                for second in range(PARTS):
-                    self._products[first][second] = self._products[first][second] * KEPT + row[first] * row[second]
+        weights = WEIGHTS[-len(expected) :]
+        factors = [
+            weight / max(took, by_fit * pace)
+            for weight, (_, took), by_fit in zip(weights, self._seen, expected, strict=True)
+        ]
+        # By columns: the engine's thread does it in each step with prompts, and number by number it takes longer.
+        columns = [list(map(mul, factors, column)) for column in zip(*(parts for parts, _ in self._seen), strict=True)]
+        target = list(map(mul, factors, (took for _, took in self._seen)))
+        self._products = [[sum(map(mul, first, second)) for second in columns] for first in columns]
+        self._sums = [sum(map(mul, column, target)) for column in columns]
         self._weighed = True
 
     def _fitted(self) -> tuple[float, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -457,3 +458,35 @@ def test_what_is_forgotten_is_found_by_nobody_again(tmp_path: Path) -> None:
     again = opened(tmp_path / "store")
     assert [again.has([key]) for key in KEYS] == [1, 1, 0, 0, 1, 0, 0, 0]
     again.close(DEADLINE_S)
+
+
+def test_what_was_forgotten_while_it_waited_may_come_anew_at_once(tmp_path: Path) -> None:
+    """Of two copies of a page the first is wrong: the second is written, wherever the first is."""
+    store = opened(tmp_path / "store")
+    filling, go_on, over = threading.Event(), threading.Event(), list[tuple[str, bool]]()
+
+    def fill(memory: memoryview) -> None:
+        filling.set()
+        go_on.wait(DEADLINE_S)
+        memory[:] = page_of(KEYS[7])
+
+    def ends(name: str) -> Callable[[bool], None]:
+        return lambda there: over.append((name, there))
+
+    assert store.write(KEYS[0], fill, ends("being written"))
+    assert filling.wait(DEADLINE_S)
+    assert store.write(KEYS[1], memoryview(page_of(KEYS[7])), ends("waiting"))
+    places = store.room()
+    store.forget(KEYS[:2])
+    assert not store.awaits(KEYS[0])
+    assert not store.awaits(KEYS[1])
+    assert store.room() == places, "what was forgotten takes its place until it leaves"
+    for key in KEYS[:2]:
+        assert store.write(key, memoryview(page_of(key)), ends("anew"))
+        assert store.awaits(key)
+    go_on.set()
+    until(lambda: len(over) == 4)
+    assert sorted(over) == [("anew", True), ("anew", True), ("being written", False), ("waiting", False)]
+    assert served(store, KEYS) == KEYS[:2]
+    assert store.stats().queued_bytes == 0
+    store.close(DEADLINE_S)

@@ -103,8 +103,7 @@ def test_they_start_in_the_order_in_which_they_came_but_for_those_in_the_pool() 
     fetched = [number for number in order if number not in whole]
     assert fetched == sorted(fetched)
     between_s = [
-        world.first_s[f"again {late}"] - world.first_s[f"again {early}"]
-        for early, late in itertools.pairwise(fetched)
+        world.first_s[f"again {late}"] - world.first_s[f"again {early}"] for early, late in itertools.pairwise(fetched)
     ]
     assert max(between_s) < 4 * PAGE_S * 1024, "and each as soon as its own pages have come"
 

@@ -257,6 +257,31 @@ def test_rates_are_of_what_was_seen_last() -> None:
     assert abs(rate.per_s - 300) < 5
 
 
+@pytest.mark.parametrize("piece_s", [0.001, 0.05, 0.25, 1.0])
+def test_the_last_quarter_of_a_second_decides_in_however_many_pieces_it_was_seen(piece_s: float) -> None:
+    """One second of each rate at least; then half a second of a link that is a thousand times slower."""
+    rate = SeenRate()
+    for _ in range(max(1, round(1 / piece_s))):
+        rate.note(1000 * piece_s, piece_s)
+    for _ in range(max(1, round(0.5 / piece_s))):
+        rate.note(piece_s, piece_s)
+    assert rate.per_s is not None
+    assert rate.per_s < 110, "a slow link is believed to be fast"
+    for _ in range(max(1, round(0.5 / piece_s))):
+        rate.note(1000 * piece_s, piece_s)
+    assert rate.per_s > 890, "one bad second counts for many"
+
+
+def test_what_a_link_does_not_do_for_a_few_milliseconds_says_little() -> None:
+    rate = SeenRate()
+    for _ in range(1000):
+        rate.note(1, 0.001)
+    for _ in range(5):
+        rate.note(0.001, 0.001)
+    assert rate.per_s is not None
+    assert rate.per_s > 970
+
+
 def test_pages_of_ram_do_not_stand_behind_those_of_a_disk_that_hangs() -> None:
     store = FakeStore(random.Random(1), most=1000)
     kv = KVCache(world().scheduler.kv.layout, BLOCKS, True, TierLimits(host_pages=8, most_loading_disk=2), store)
