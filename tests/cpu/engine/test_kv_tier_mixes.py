@@ -206,7 +206,7 @@ def serve(core: EngineCore, requests: list[Request], meddle: Callable[[], None] 
 
 
 def assert_same(found: dict[str, Answer], expected: dict[str, Answer]) -> None:
-    """Tokens to the last; scores and vectors as near as sums in another order are: rounded ones may be further apart."""
+    """Tokens to the last; scores and vectors as near as sums in another order: rounded ones may be further apart."""
     assert found.keys() == expected.keys()
     for name, (tokens, why, scores, vector) in expected.items():
         assert found[name][:2] == (tokens, why), name
