@@ -193,9 +193,9 @@ def serve(core: EngineCore, requests: list[Request], meddle: Callable[[], None] 
             tokens, _, scores, vector = found[output.request_id]
             tokens.extend(output.token_ids)
             for told in output.prompt_logprobs or []:
-                scores.append((told.token_ids[0], round(told.logprobs[0], 2)))
+                scores.append((told.token_ids[0], told.logprobs[0]))
             if output.embedding is not None:
-                vector.extend(numpy.frombuffer(output.embedding, numpy.float32).round(3).tolist())
+                vector.extend(numpy.frombuffer(output.embedding, numpy.float32).tolist())
             found[output.request_id] = (tokens, output.finish_reason or found[output.request_id][1], scores, vector)
         steps += 1
         if steps % 8 == 0:  # It walks all pages.
@@ -203,6 +203,16 @@ def serve(core: EngineCore, requests: list[Request], meddle: Callable[[], None] 
     core.scheduler.check_invariants()
     assert core.scheduler.kv.blocks_used == 0
     return found
+
+
+def assert_same(found: dict[str, Answer], expected: dict[str, Answer]) -> None:
+    """Tokens to the last; scores and vectors as near as sums in another order: rounded ones may be further apart."""
+    assert found.keys() == expected.keys()
+    for name, (tokens, why, scores, vector) in expected.items():
+        assert found[name][:2] == (tokens, why), name
+        assert [token for token, _ in found[name][2]] == [token for token, _ in scores], name
+        assert [score for _, score in found[name][2]] == pytest.approx([score for _, score in scores], abs=5e-3), name
+        assert found[name][3] == pytest.approx(vector, abs=5e-4), name
 
 
 class Mix:
@@ -365,7 +375,7 @@ def test_all_is_as_it_is_without_tiers(
         meddle = resizer(mix.core, source, BLOCKS[name] + 8) if resized else lambda: None
         asked = again(world.requests, source) if turn else world.requests
         found = serve(mix.core, asked, meddle)
-        assert {key.removeprefix("again: "): answer for key, answer in found.items()} == world.expected
+        assert_same({key.removeprefix("again: "): answer for key, answer in found.items()}, world.expected)
         mix.settle()
         if turn == 1 and event == "slept":
             mix.sleep_and_wake()
@@ -393,7 +403,7 @@ def test_engines_that_run_at_once_share_one_store(worlds: Callable[[str], World]
         )
         for one in world.requests
     ]  # fmt: skip
-    assert serve(second.core, renumbered) == world.expected
+    assert_same(serve(second.core, renumbered), world.expected)
     assert second.core.scheduler.kv.below_hits_total[Tier.DISK] > 0
     assert {"one", "two"} <= second.fetched.keys()
     second.stop()
