@@ -243,7 +243,12 @@ def test_a_hub_id_is_read_by_range_and_falls_to_the_catalogue(
         (offline,) = asked(hub.address, tmp_path, known, HF_HUB_OFFLINE="1")
         assert offline["origin"] == "catalogue"
         assert "the hub cannot be read" in offline["decisions"][0]
-    unreachable, pinned, unknown = asked("http://127.0.0.1:9", tmp_path, known, f"{known}@v2", "owner/name")
+    with socket.socket() as nobody:  # Not listening, so that whoever calls is refused, and this port is nobody else's.
+        nobody.bind(("127.0.0.1", 0))
+        hub_port = nobody.getsockname()[1]
+        unreachable, pinned, unknown = asked(
+            f"http://127.0.0.1:{hub_port}", tmp_path, known, f"{known}@v2", "owner/name"
+        )
     assert unreachable["origin"] == "catalogue"
     assert pinned["code"] == "HF222", "the catalogue does not know one revision from another"
     assert unknown["code"] == "HF222"
