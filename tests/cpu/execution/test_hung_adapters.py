@@ -42,9 +42,11 @@ class FileServer:
     def __init__(self) -> None:
         self.come, self.now_s = threading.Event(), 0.0
         self.begun = self.hung = 0
+        self._others = set(threading.enumerate())
+        """This one, and those that an earlier test has left behind: they may look at the clock once more."""
 
     def monotonic(self) -> float:
-        self.begun += threading.current_thread() is not threading.main_thread()
+        self.begun += threading.current_thread() not in self._others
         return self.now_s
 
 
