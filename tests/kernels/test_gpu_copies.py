@@ -41,7 +41,7 @@ def test_all_of_it_arrives(device: torch.device) -> None:
     back = copies.mark()
     copies.after_launched(computed)
     for number in range(7):
-        copies.copy_back(there[number], memory.pieces[17 + number], computed, [back])
+        copies.copy_back([(there[number], memory.pieces[17 + number])], computed, [back])
         copies.copy(memory.pieces[16], weights, computed, [copies.mark()])
     copies.wait(back)
     for number in range(16):

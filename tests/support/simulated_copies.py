@@ -71,11 +71,9 @@ class SimulatedCopies:
         self._begin([(source, target)], done)
         self.later.append(source.nbytes)
 
-    def copy_back(
-        self, source: torch.Tensor, target: torch.Tensor, after: list[_Copy], done: Sequence[list[_Copy]]
-    ) -> None:
-        self._begin([(source, target)], done)
-        self.back.append(source.nbytes)
+    def copy_back(self, pieces: Sequence[Piece], after: list[_Copy], done: Sequence[list[_Copy]]) -> None:
+        self._begin(pieces, done)
+        self.back.append(sum(source.nbytes for source, _ in pieces))
 
     def _begin(self, pieces: Sequence[Piece], done: Sequence[list[_Copy]]) -> None:
         copies = [_Copy(source, target) for source, target in pieces]
@@ -199,7 +197,8 @@ class QueuedCopies:
     def copy_later(self, source: torch.Tensor, target: torch.Tensor, after: _Mark, done: Sequence[_Mark]) -> None:
         raise AssertionError("weights have a deadline")
 
-    copy_back = copy_later
+    def copy_back(self, pieces: Sequence[Piece], after: _Mark, done: Sequence[_Mark]) -> None:
+        raise AssertionError("weights do not go back")
 
     def await_copy(self, mark: _Mark) -> None:
         self._await(self._computing, mark)

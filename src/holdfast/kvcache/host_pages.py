@@ -166,8 +166,8 @@ class HostPages:
     def clear(self) -> None:
         """Forgets all content; pages that are read or filled are free when that is over."""
         self._expected.clear()
-        for page, key in enumerate(self._key):
-            if key is not None:
+        for page in range(self.total - 1, -1, -1):  # Taken in order again: what is saved together lies together.
+            if self._key[page] is not None:
                 self._forget(page)
                 if page not in self._readers:
                     self._line.pop(page, None)

@@ -243,7 +243,7 @@ def test_what_nobody_has_read_yet_is_not_written_and_others_go_before_it(copies:
 
 def test_the_way_back_is_a_stream_of_its_own(copies: CudaCopies) -> None:
     computed, done, target = copies.mark(), copies.mark(), torch.zeros(8, dtype=torch.uint8)
-    copies.copy_back(numbers(8, 5), target, computed, [done])
+    copies.copy_back([(numbers(8, 5), target)], computed, [done])
     assert computed in copies._back.waited
     assert not copies._stream.waited
     assert done.recorded

@@ -21,10 +21,18 @@ from late_tiers import AsGpu, disk_places, pinned
 from simulated_copies import SimulatedCopies
 
 from holdfast.execution.tiers.disk import DiskReads
-from holdfast.execution.tiers.gpu import PIECE_BYTES, DiskPlaces, GpuPageCopies, HostMemory, _Piece, piece_bytes
+from holdfast.execution.tiers.gpu import (
+    MOST_RUN,
+    PIECE_BYTES,
+    DiskPlaces,
+    GpuPageCopies,
+    HostMemory,
+    _Piece,
+    piece_bytes,
+)
 from holdfast.kvcache import KVCache, Tier, TierLimits
 from holdfast.prefix_store import PrefixStore
-from holdfast.records import BlockCopy, Request, SamplingParams
+from holdfast.records import BlockCopy, Request, SamplingParams, StepPlan
 from holdfast.scheduler.limits import SchedulerLimits
 from holdfast.scheduler.scheduler import Scheduler
 
@@ -189,6 +197,42 @@ def test_the_link_tells_how_long_it_brought_pages_from_ram() -> None:
 
 
 @pytest.mark.parametrize("to_pool", [True, False])
+def test_pages_that_lie_anywhere_go_many_at_a_time(to_pool: bool) -> None:
+    """One by one the host would be busy with marks, and a stream full of them."""
+    page, count, draw = 64, 3 * MOST_RUN, random.Random(3)
+    pool, link = torch.randint(256, (2 * count, page), dtype=torch.uint8), SimulatedCopies(1)
+    host = HostMemory(pinned([2 * count * page]), page)
+    while not host.settled:
+        host.look()
+    memory = host.run(0, 2 * count).view(2 * count, page)
+    memory.random_(256)
+    ends = list(zip(draw.sample(range(2 * count), count), draw.sample(range(2 * count), count), strict=True))
+    copies = GpuPageCopies(lambda: pool, page, link, lambda: False, host, None)
+    if to_pool:
+        wanted = [memory[there].clone() for there, _ in ends]
+        asked = [
+            BlockCopy(number, Tier.HOST, there, Tier.DEVICE, here, False) for number, (there, here) in enumerate(ends)
+        ]
+        copies.begin(StepPlan(step_id=1, copies=asked))
+    else:
+        wanted = [pool[here].clone() for _, here in ends]
+        asked = [
+            BlockCopy(number, Tier.DEVICE, here, Tier.HOST, there, False) for number, (there, here) in enumerate(ends)
+        ]
+        copies.launch_stores(StepPlan(step_id=1, copies=asked))
+    sent = link.copied if to_pool else link.back
+    assert sum(sent) == count * page
+    assert len(sent) <= 6
+    link.settle()
+    found = set[int]()
+    while len(found) < count:
+        found |= set(copies.over(wait=True)[0])
+    for (there, here), rows in zip(ends, wanted, strict=True):
+        assert torch.equal(pool[here] if to_pool else memory[there], rows)
+    copies.close()
+
+
+@pytest.mark.parametrize("to_pool", [True, False])
 def test_what_was_interrupted_writes_to_nobodys_page(to_pool: bool) -> None:
     """Ctrl-C when a copy is on its way and nobody has heard of it."""
     page = 4096
@@ -243,11 +287,11 @@ def test_what_was_interrupted_before_its_copy_is_not_written_to_the_disk() -> No
     class Struck(SimulatedCopies):
         times = 2
 
-        def copy_back(self, source: Any, target: Any, after: Any, done: Any) -> None:
+        def copy_back(self, pieces: Any, after: Any, done: Any) -> None:
             self.times -= 1
             if self.times >= 0:
                 raise KeyboardInterrupt
-            super().copy_back(source, target, after, done)
+            super().copy_back(pieces, after, done)
 
     pool, store, link = torch.full((8 * page,), 7, dtype=torch.uint8), Written(), Struck(1)
     memory = torch.full((2 * page,), 3, dtype=torch.uint8)

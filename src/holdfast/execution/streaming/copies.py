@@ -51,8 +51,9 @@ class Copies(Protocol):
         looked at with each call of this object. `done` are passed when all of it has arrived; who awaits one of them
         lets it go at once. Neither memory may go before that."""
 
-    def copy_back(self, source: torch.Tensor, target: torch.Tensor, after: Any, done: Sequence[Any]) -> None:
-        """To the host's pinned memory, beside what comes from there. Begins once `after` is passed."""
+    def copy_back(self, pieces: Sequence[Piece], after: Any, done: Sequence[Any]) -> None:
+        """To the host's pinned memory, beside what comes from there. Begins once `after` is passed; `done` are passed
+        when all have arrived."""
 
     def await_copy(self, mark: Any) -> None:
         """What is launched from now on waits until it is passed."""
@@ -156,17 +157,16 @@ class CudaCopies:
         self._pending |= {id(mark): later for mark in done}
         self._go_on()
 
-    def copy_back(
-        self, source: torch.Tensor, target: torch.Tensor, after: torch.cuda.Event, done: Sequence[torch.cuda.Event]
-    ) -> None:
+    def copy_back(self, pieces: Sequence[Piece], after: torch.cuda.Event, done: Sequence[torch.cuda.Event]) -> None:
         self._back.wait_event(after)
         timed = self._back_busy.begin(self._back)
         with torch.cuda.stream(self._back):
-            target[: len(source)].copy_(source, non_blocking=True)
+            for source, target in pieces:
+                target[: len(source)].copy_(source, non_blocking=True)
         timed.end(self._back)
         for mark in done:
             mark.record(self._back)
-        self._back_bytes += source.nbytes
+        self._back_bytes += sum(source.nbytes for source, _ in pieces)
 
     def _go_on(self) -> None:
         """What waits for the link goes, as far as there is time now."""
@@ -265,7 +265,7 @@ def back_rate(copies: Copies, source: torch.Tensor, target: torch.Tensor) -> flo
     for _ in range(2):  # What is only done once is done then.
         began_s, after, done = time.monotonic(), copies.mark(), copies.mark()
         copies.after_launched(after)
-        copies.copy_back(source, target, after, [done])
+        copies.copy_back([(source, target)], after, [done])
         copies.wait(done)
         took_s = time.monotonic() - began_s
     return source.nbytes / max(took_s, 1e-6)

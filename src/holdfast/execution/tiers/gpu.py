@@ -4,8 +4,8 @@
     from the pool    launched after a step's rows, begins when these are computed: its writer
     over             when its mark is passed, as the host sees it: nobody is given a page before, and so no row waits
 
-Pages that lie beside each other at both ends go in one piece. Where weights come over the same link, what comes to the
-pool has no deadline beside them: it goes behind, a bit at a time.
+Pages that lie beside each other at both ends are one copy, and some copies one piece. Where weights come over the same
+link, what comes to the pool has no deadline beside them: it goes behind, a bit at a time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from holdfast.errors import EngineError
-from holdfast.execution.streaming.copies import Copies
+from holdfast.execution.streaming.copies import Copies, Piece
 from holdfast.execution.streaming.pinned_memory import PinnedMemory
 from holdfast.execution.tiers.disk import DiskReads, Store
 from holdfast.footprint.cpu import staging_stride
@@ -38,7 +38,8 @@ CLOSE_S = 5.0
 PIECE_BYTES = 256 << 20
 """Of RAM, pinned at once."""
 MOST_RUN = 32
-"""Pages in one piece: it is over as a whole."""
+"""Pages in one piece: it is over as a whole. A mark, a wait and a time for each page would be more work for the host
+than to copy them, and behind a long step more than a stream takes before the host has to wait for it."""
 
 Over = tuple[list[int], list[int]]
 _SOURCE, _TARGET = attrgetter("source"), attrgetter("target")
@@ -223,9 +224,11 @@ class GpuPageCopies:
         if coming:
             assert self._host is not None
             after = self._launched()
-            for run in self._runs(coming, loads=True):
-                source = self._host.run(run[0].source, len(run))
-                self._load(source, self._pages(run[0].target, len(run)), after, run)
+            for runs in self._pieces(coming, loads=True):
+                pairs = [
+                    (self._host.run(run[0].source, len(run)), self._pages(run[0].target, len(run))) for run in runs
+                ]
+                self._load(pairs, after, [copy for run in runs for copy in run])
         if self._disk is not None:
             self._disk.reads.begin([copy for copy in plan.copies if copy.source_tier == Tier.DISK])
 
@@ -235,18 +238,30 @@ class GpuPageCopies:
         if not going:
             return
         after = self._launched()
-        for run in self._runs([copy for copy in going if copy.target_tier == Tier.HOST], loads=False):
+        for runs in self._pieces([copy for copy in going if copy.target_tier == Tier.HOST], loads=False):
             assert self._host is not None
-            target = self._host.run(run[0].target, len(run))
-            self._store(self._pages(run[0].source, len(run)), target, after, run)
+            pairs = [(self._pages(run[0].source, len(run)), self._host.run(run[0].target, len(run))) for run in runs]
+            self._store(pairs, after, [copy for run in runs for copy in run])
         for copy in going:
             if copy.target_tier == Tier.DISK:
                 place = None if self._disk is None else self._disk.take()
                 if place is None or self._disk is None:
                     self._failed.append(copy.copy_id)
                     continue
-                source, target = self._pages(copy.source, 1), self._disk.place(place)
-                self._store(source, target, after, [copy], place)
+                self._store([(self._pages(copy.source, 1), self._disk.place(place))], after, [copy], place)
+
+    def _pieces(self, copies: Sequence[BlockCopy], *, loads: bool) -> Iterator[list[list[BlockCopy]]]:
+        """Runs that are launched together. Behind weights each goes by itself, when there is time for it."""
+        piece, pages = list[list[BlockCopy]](), 0
+        most = 0 if loads and self._behind_weights() else MOST_RUN
+        for run in self._runs(copies, loads=loads):
+            if piece and pages + len(run) > most:
+                yield piece
+                piece, pages = [], 0
+            piece.append(run)
+            pages += len(run)
+        if piece:
+            yield piece
 
     def _runs(self, copies: Sequence[BlockCopy], *, loads: bool) -> Iterator[list[BlockCopy]]:
         """Of copies from RAM or to it: those that lie beside each other at both ends."""
@@ -276,21 +291,21 @@ class GpuPageCopies:
         self.link.after_launched(mark)
         return mark
 
-    def _load(
-        self, source: torch.Tensor, target: torch.Tensor, after: Any, copies: list[BlockCopy], reads: int | None = None
-    ) -> None:
-        mark, later = self.link.mark(), self._behind_weights()
+    def _load(self, pairs: Sequence[Piece], after: Any, copies: list[BlockCopy], reads: int | None = None) -> None:
+        mark = self.link.mark()
         with interrupts_put_off():  # A copy that nobody knows would come to a page that is another's by then.
             self._coming.append(_Piece(mark, copies, reads=reads))
-            (self.link.copy_later if later else self.link.copy)(source, target, after, [mark])
+            if self._behind_weights():
+                ((source, target),) = pairs
+                self.link.copy_later(source, target, after, [mark])
+            else:
+                self.link.copy_pieces(pairs, after, [mark])
 
-    def _store(
-        self, source: torch.Tensor, target: torch.Tensor, after: Any, copies: list[BlockCopy], writes: int | None = None
-    ) -> None:
+    def _store(self, pairs: Sequence[Piece], after: Any, copies: list[BlockCopy], writes: int | None = None) -> None:
         mark = self.link.mark()
         with interrupts_put_off():  # A mark that was never set counts as passed.
             self._going.append(_Piece(mark, copies, writes=writes))
-            self.link.copy_back(source, target, after, [mark])
+            self.link.copy_back(pairs, after, [mark])
 
     def over(self, wait: bool) -> Over:
         """Copies that are over since the last time. `wait`: for one of them at least, a little."""
@@ -318,7 +333,7 @@ class GpuPageCopies:
                 failed.append(copy.copy_id)
                 continue
             after = self._launched() if after is None else after
-            self._load(self._disk.reading[place], self._pages(copy.target, 1), after, [copy], place)
+            self._load([(self._disk.reading[place], self._pages(copy.target, 1))], after, [copy], place)
             self._from_disk = True
 
     def _end(self, piece: _Piece, finished: list[int], failed: list[int]) -> None:
