@@ -51,7 +51,8 @@ class PageLoads:
     def ask(self, hashes: Sequence[bytes], found: FoundBelow, before: int) -> tuple[Fetch, list[list[int]]]:
         """For all that was found, as tables: what is in the pool is referred to, the rest is loaded."""
         fetch, tables, tiers = Fetch(before), list[list[int]](), [int(Tier.DEVICE)] * found.blocks
-        refer = self._pool.refer
+        refer, pin, queued = self._pool.refer, self._host.pin, self.queued
+        from_host, from_disk = Tier.HOST, Tier.DISK  # Of thousands of pages: looked up once.
         for group, first in enumerate(found.first_entries):
             pages, by_key, host = self._index.pages(group), self.by_key[group], self._host.pages(group)
             table, missing = [NULL_PAGE] * first, list[tuple[int, int]]()
@@ -69,23 +70,21 @@ class PageLoads:
                 elif not page:
                     missing.append((host.get(key, -1), place))
             # Those that lie beside each other in RAM go together, so that they get pages that do.
-            for _, place in sorted(missing):
-                tier = self._ask_for(group, hashes[place], (fetch, table, place))
-                tiers[place] = max(tiers[place], tier)
+            for source, place in sorted(missing):
+                key, tier = hashes[place], from_host
+                if source < 0:
+                    tier, source = from_disk, 0
+                else:
+                    pin(group, key)
+                load = by_key[key] = PageLoad(group, key, tier, source, [(fetch, table, place)])
+                queued[tier].append(load)
+                if tier > tiers[place]:
+                    tiers[place] = tier
+            fetch.waiting += len(missing)
+            fetch.unplaced += len(missing)
             tables.append(table)
         fetch.blocks = {tier: tiers.count(tier) for tier in (Tier.HOST, Tier.DISK)}
         return fetch, tables
-
-    def _ask_for(self, group: int, key: bytes, wait: Wait) -> Tier:
-        """Returns where it comes from."""
-        tier, source = Tier.DISK, 0
-        if key in self._host.pages(group):
-            tier, source = Tier.HOST, self._host.pin(group, key)
-        load = self.by_key[group][key] = PageLoad(group, key, tier, source, [wait])
-        self.queued[tier].append(load)
-        wait[0].waiting += 1
-        wait[0].unplaced += 1
-        return tier
 
     def plan(self, tier: Tier, most: int, number: int) -> Iterator[tuple[PageLoad, BlockCopy]]:
         """The next from there, no more than these, and than there are pages for. `number`: of the first copy."""

@@ -25,9 +25,9 @@ from dataclasses import dataclass, field
 from holdfast.kvcache.audit import check_books
 from holdfast.kvcache.groups import KVLayout
 from holdfast.kvcache.pool import NULL_PAGE, Block, BlockPool, Tier
-from holdfast.kvcache.prefix import PrefixIndex, chain_hash, root_hash
+from holdfast.kvcache.prefix import PrefixIndex, chain_hashes, root_hash
 from holdfast.kvcache.tier_records import Fetch, FoundBelow, StepSize, StoredPages, TierLimits
-from holdfast.kvcache.tiers import Anywhere, LowerTiers
+from holdfast.kvcache.tiers import LowerTiers
 from holdfast.records.steps import BlockCopy
 
 
@@ -190,9 +190,7 @@ class KVCache:
         tiers = self.tiers
         if tiers is None:
             return None
-        containers = [
-            Anywhere(self._index.pages(group.index), group.index, tiers, disk) for group in self.layout.groups
-        ]
+        containers = [tiers.anywhere(group.index, disk=disk) for group in self.layout.groups]
         length = self._longest_hit(book, tokens, containers)
         return tiers.count(book.hashes, length, self._first_entries(length))
 
@@ -461,7 +459,7 @@ class KVCache:
         hashes = book.hashes
         for group in self._full_groups:
             pages = containers[group]
-            length = next((entry for entry in range(length) if hashes[entry] not in pages), length)
+            length = next((entry for entry, key in enumerate(hashes[:length]) if key not in pages), length)
         # A block missing from the window of one length is in the window of every shorter length that ends
         # behind it, so the next candidate ends just before it. Each round starts over for all groups.
         settled = False
@@ -477,9 +475,9 @@ class KVCache:
 
     def _hash_blocks(self, book: SequenceBlocks, tokens: Sequence[int], blocks: int) -> None:
         size, hashes = self.layout.block_tokens, book.hashes
-        for entry in range(len(hashes), blocks):
+        if blocks > len(hashes):
             parent = hashes[-1] if hashes else book.root
-            hashes.append(chain_hash(parent, tokens[entry * size : (entry + 1) * size]))
+            hashes += chain_hashes(parent, tokens[len(hashes) * size : blocks * size], size)
 
     def _index_entry(self, book: SequenceBlocks, entry: int) -> None:
         key = book.hashes[entry]

@@ -7,11 +7,13 @@ It is a strong hash: whoever could make two prefixes collide could read another'
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
+from struct import pack
 
 HASH_BYTES = 16
+TOKEN_BYTES = 8
+_EMPTY = blake2b(digest_size=HASH_BYTES)
 
 
 def root_hash(salt: str, adapter: str = "") -> bytes:
@@ -24,8 +26,15 @@ def root_hash(salt: str, adapter: str = "") -> bytes:
     return blake2b(named, digest_size=HASH_BYTES, person=b"holdfast-kv-lora").digest()
 
 
-def chain_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
-    return blake2b(parent + array("q", tokens).tobytes(), digest_size=HASH_BYTES).digest()
+def chain_hashes(parent: bytes, tokens: Sequence[int], block_tokens: int) -> list[bytes]:
+    """Of full blocks, one behind the other."""
+    data, found = pack(f"={len(tokens)}q", *tokens), list[bytes]()  # A third of what an array takes.
+    for begin in range(0, len(data), TOKEN_BYTES * block_tokens):
+        hashed = _EMPTY.copy()
+        hashed.update(parent + data[begin : begin + TOKEN_BYTES * block_tokens])
+        parent = hashed.digest()
+        found.append(parent)
+    return found
 
 
 class PrefixIndex:

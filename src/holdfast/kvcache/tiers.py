@@ -130,11 +130,10 @@ class LowerTiers:
         """With those that shall come."""
         return self._loads.in_flight[tier] + len(self._loads.queued[tier])
 
-    def has(self, group: int, key: bytes, *, disk: bool) -> bool:
-        """Whether this prefix can be had from below, or is on its way."""
-        if key in self._loads.by_key[group] or key in self.host.pages(group):
-            return True
-        return disk and self.stored is not None and self.stored.has([stored_key(group, key)]) > 0
+    def anywhere(self, group: int, *, disk: bool) -> Anywhere:
+        """Its prefixes that the pool has, that can be had from below, or that are on their way."""
+        stored = self.stored if disk else None
+        return Anywhere(self._index.pages(group), self._loads.by_key[group], self.host.pages(group), group, stored)
 
     def count(self, hashes: Sequence[bytes], blocks: int, first_entries: tuple[int, ...]) -> FoundBelow:
         """What it would take to have these blocks in the pool; all of them are in it, or can be had from below."""
@@ -406,10 +405,19 @@ class LowerTiers:
 
 
 class Anywhere:
-    """Prefixes of one group in the pool or below it."""
+    """Prefixes of one group in the pool, on their way to it, in RAM, or, if there is one, in a store on disk."""
 
-    def __init__(self, pages: Container[bytes], group: int, tiers: LowerTiers, disk: bool) -> None:
-        self._pages, self._group, self._tiers, self._disk = pages, group, tiers, disk
+    def __init__(
+        self,
+        pages: Container[bytes],
+        loading: Container[bytes],
+        host: Container[bytes],
+        group: int,
+        stored: StoredPages | None,
+    ) -> None:
+        self._pages, self._loading, self._host, self._group, self._stored = pages, loading, host, group, stored
 
-    def __contains__(self, key: object) -> bool:
-        return key in self._pages or (isinstance(key, bytes) and self._tiers.has(self._group, key, disk=self._disk))
+    def __contains__(self, key: bytes) -> bool:
+        if key in self._pages or key in self._host or key in self._loading:
+            return True
+        return self._stored is not None and self._stored.has([stored_key(self._group, key)]) > 0

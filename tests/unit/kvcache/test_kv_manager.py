@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+import sys
+from hashlib import blake2b
 
 import pytest
 
 from holdfast.kvcache import NULL_PAGE, KVCache, KVLayout, SequenceBlocks, form_groups
-from holdfast.kvcache.prefix import chain_hash, root_hash
+from holdfast.kvcache.prefix import chain_hashes, root_hash
 
 
 def make_layout(windows: list[int | None], block_tokens: int = 4) -> KVLayout:
@@ -62,9 +64,19 @@ def test_salts_and_histories_are_kept_apart() -> None:
 
 def test_hashes_depend_on_everything_before() -> None:
     assert root_hash("a") != root_hash("b")
-    assert chain_hash(root_hash(""), [1, 2]) != chain_hash(root_hash(""), [2, 1])
-    assert chain_hash(root_hash(""), [1, 2]) != chain_hash(root_hash("x"), [1, 2])
-    assert chain_hash(root_hash(""), [2**40]) != chain_hash(root_hash(""), [0])
+    assert chain_hashes(root_hash(""), [1, 2], 2) != chain_hashes(root_hash(""), [2, 1], 2)
+    assert chain_hashes(root_hash(""), [1, 2], 2) != chain_hashes(root_hash("x"), [1, 2], 2)
+    assert chain_hashes(root_hash(""), [2**40], 1) != chain_hashes(root_hash(""), [0], 1)
+    whole = chain_hashes(root_hash("a"), list(range(40)), 4)
+    assert len(set(whole)) == 10
+    assert whole[3:] == chain_hashes(whole[2], list(range(12, 40)), 4)
+
+
+def test_hashes_stay_those_that_stores_on_disk_have() -> None:
+    """Of the hash before, and the block's tokens as 64-bit numbers."""
+    parent, tokens = b"parent of a page", [5, 128_000, 7, 0]
+    numbers = b"".join(token.to_bytes(8, sys.byteorder) for token in tokens)
+    assert chain_hashes(parent, tokens, 4) == [blake2b(parent + numbers, digest_size=16).digest()]
 
 
 def test_without_prefix_caching_nothing_is_shared_or_counted() -> None:

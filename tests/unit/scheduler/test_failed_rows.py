@@ -110,7 +110,7 @@ def test_of_a_prompt_that_came_to_no_numbers_no_chunk_stays_cached_in_any_tier()
     assert engine.outputs["failing"][-1].failure == NOT_FINITE
     engine.finish()
     assert [len(kv._index), len(kv.tiers.host), len(store.pages)] == others
-    assert not any(kv.tiers.has(group, key, disk=True) for group in (0, 1) for key in engine_hashes(kv, prompt))
+    assert not any(key in kv.tiers.anywhere(group, disk=True) for group in (0, 1) for key in engine_hashes(kv, prompt))
 
 
 def engine_hashes(kv: KVCache, prompt: list[int]) -> list[bytes]:
