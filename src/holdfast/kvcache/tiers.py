@@ -417,7 +417,9 @@ class Anywhere:
     ) -> None:
         self._pages, self._loading, self._host, self._group, self._stored = pages, loading, host, group, stored
 
-    def __contains__(self, key: bytes) -> bool:
+    def __contains__(self, key: object) -> bool:
         if key in self._pages or key in self._host or key in self._loading:
             return True
-        return self._stored is not None and self._stored.has([stored_key(self._group, key)]) > 0
+        return (
+            self._stored is not None and isinstance(key, bytes) and self._stored.has([stored_key(self._group, key)]) > 0
+        )
