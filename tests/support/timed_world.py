@@ -33,6 +33,8 @@ class World:
     smaller: int
     host_s: Callable[[StepPlan], float] = lambda plan: 0.0
     page_s: Callable[[], float] = lambda: PAGE_S
+    host_pages: int = 0
+    """Of RAM, that are pinned by now."""
     now_s: float = 0.0
     computed_s: float = 0.0
     """Until when all that was launched will be computed."""
@@ -98,6 +100,7 @@ class World:
             step_id=plan.step_id,
             token_ids=[9 + plan.step_id % 900 for row in plan.rows if row.samples],
             finished_copies=[copy for _, copy, _ in over],
+            host_pages=self.host_pages,
             loading_s=sum(loading_s for _, _, loading_s in over),
         )
         for output in self.scheduler.apply(result, self.now_s):

@@ -78,7 +78,7 @@ class Fetching:
         self._kv, self._limits = kv, limits
         self.sequences: list[Sequence] = []
         """In the order in which they began to wait."""
-        self.prefill = PrefillCost()
+        self.prefill = PrefillCost(limits.max_num_batched_tokens)
         self.loads = {Tier.HOST: SeenRate(), Tier.DISK: SeenRate()}
         """Bytes a second."""
         self._since_s: dict[Tier, float] = {}
@@ -177,8 +177,10 @@ class Fetching:
                 return None
             queued = 0 if sequence.status is Status.PREEMPTED else self._kv.tiers.loading(tier)
             seconds = max(seconds, (pages + queued) * self._kv.layout.page_bytes / rate)
-        # Beside others it is seen when a step is over that pages have come.
-        return seconds + (self._step_s * self._limits.max_steps_in_flight if running else 0.0)
+        # Beside others it is seen when a step is over that pages have come. Who was sent back is in no such hurry as
+        # those are who would stand still while it is computed.
+        seen_late = bool(running) and sequence.status is not Status.PREEMPTED
+        return seconds + (self._step_s * self._limits.max_steps_in_flight if seen_late else 0.0)
 
     def _computed_s(self, sequence: Sequence, found: FoundBelow, gained: int, running: list[Sequence]) -> float | None:
         """What it takes to compute it, behind prompts that are; None: nothing was seen yet."""
@@ -250,14 +252,19 @@ class Fetching:
         loading_s: float = 0.0,
         *,
         tells: bool = True,
+        pinning: bool = False,
     ) -> None:
         """A step with these rows (their first position, and how many) is over; planned ahead of another, it began when
         that was over. `loading_s`: in which the link brought pages from RAM meanwhile; 0: nobody knows. `tells`: its
-        result says something that had to be computed first."""
+        result says something that had to be computed first. `pinning`: more RAM was pinned meanwhile. Launches wait for
+        that, so how long the step took says nothing: a tiny one may take a second."""
         tiers = self._kv.tiers
         if tiers is None:
             return
-        self._note_work(list(rows), max(planned_s, self._applied_s), now_s, tells)
+        if pinning:
+            self._untold, self._applied_s = PromptWork(), now_s
+        else:
+            self._note_work(list(rows), max(planned_s, self._applied_s), now_s, tells)
         self._loading_s += loading_s
         self._note_loads(tiers, now_s)
 

@@ -4,7 +4,8 @@ are read, or come over a link), each of its tokens costs the same, and attention
     seconds = step + token x tokens + pair x pairs          pairs: of a token and a position before it, mean over layers
 
 What steps that are alike cannot tell apart counts as the step's own: then nobody believes that leaving tokens out saves
-time. But no more counts so than a step takes in which hardly anything is. Knows neither clocks nor sequences.
+time. But no more counts so than a step takes in which hardly anything is. And of steps with few tokens, in which
+computing waits for weights, nobody concludes that many cost nothing. Knows neither clocks nor sequences.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ WEIGHTS = [KEPT ** (age / 2) for age in range(REMEMBERED)][::-1]
 DOUBT = 1e-4
 """Of what is seen, that speaks against each of the two others: the step's own has none."""
 PARTS = 3
+MANY_TIMES = 4
+"""The tokens of the largest step that was seen: of such work only the best pace so far says anything, and no fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +65,10 @@ class PrefillCost:
     """Fitted by relative errors: a step that took ten times as long for once (a kernel was compiled) counts as one. One
     that seems to have taken no time (the host was busy elsewhere, and saw its end with the next) would count as
     thousands: no error is taken relative to less than what the fit before says, at the pace of most steps.
-    So neither decides for long, not even as the first that is seen."""
+    So neither decides for long, not even as the first that is seen. `step_tokens`: the most in a step."""
 
-    def __init__(self) -> None:
+    def __init__(self, step_tokens: int) -> None:
+        self._step_tokens = step_tokens
         self._seen = deque[tuple[tuple[float, float, float], float]](maxlen=REMEMBERED)
         """What was in each step, and how long it took."""
         self._weighed = self._current = False
@@ -93,6 +97,8 @@ class PrefillCost:
             self._weigh()
         if not self._current:
             self._fit, self._current = self._fitted(), True
+        if min(work.tokens, self._step_tokens) > MANY_TIMES * max(tokens for (_, tokens, _), _ in self._seen):
+            return work.tokens * min(took / tokens for (_, tokens, _), took in self._seen)
         return _of(self._fit, work.parts)
 
     def _weigh(self) -> None:

@@ -56,12 +56,13 @@ class Results(SchedulerState):
     def _note_copies(self, step: StepInFlight, result: StepResult, now_s: float) -> None:
         """Pages have come, or have left: of those that did not come the sequence computes what it waited for."""
         self.kv.applied_step = result.step_id
+        pinning = self.kv.tiers is not None and result.host_pages > self.kv.tiers.host.total
         if self.kv.end_copies(result.finished_copies, result.failed_copies, result.host_pages):
             self._worth_admitting = True
         rows = [planned.row for planned in step.rows]
         tells = not rows or any(row.samples or row.scored for row in rows)
         work = ((row.start, row.count) for row in rows)
-        self._fetching.note_applied(work, step.planned_s, now_s, result.loading_s, tells=tells)
+        self._fetching.note_applied(work, step.planned_s, now_s, result.loading_s, tells=tells, pinning=pinning)
 
     def _note_adapter(self, arrival: AdapterArrival, now_s: float) -> list[EngineOutput]:
         """Those who wait for it may start; where it could not be had, they are ended, and nobody else."""

@@ -153,7 +153,7 @@ def test_what_pays_is_fetched(pair_s: float) -> None:
 
 
 def test_costs_are_found_from_steps_that_differ() -> None:
-    planted, cost, choice = (0.02, 1e-4, 1e-8), PrefillCost(), random.Random(3)
+    planted, cost, choice = (0.02, 1e-4, 1e-8), PrefillCost(2048), random.Random(3)
     assert cost.seconds(PromptWork(1, 100, 100)) is None
     cost.note(PromptWork(1, 2048, 0), 30.0)  # A kernel is compiled.
     for _ in range(100):
@@ -170,7 +170,7 @@ def test_costs_are_found_from_steps_that_differ() -> None:
 @pytest.mark.parametrize("asked", [True, False], ids=["asked always", "asked at the end"])
 def test_a_time_that_is_wrong_does_not_decide(wrong_s: float, at: int, asked: bool) -> None:
     """The host stood still while one step was over, and the next as well."""
-    planted, cost, choice = (0.01, 23e-6, 0.7e-9), PrefillCost(), random.Random(3)
+    planted, cost, choice = (0.01, 23e-6, 0.7e-9), PrefillCost(8192), random.Random(3)
     whole = PromptWork(2, 16_384, 134_225_920)
     whole_s = sum(one * part for one, part in zip(planted, whole.parts, strict=True))
     for number in range(28):
@@ -186,7 +186,7 @@ def test_a_time_that_is_wrong_does_not_decide(wrong_s: float, at: int, asked: bo
 
 def test_steps_that_are_alike_do_not_show_what_a_token_costs() -> None:
     """They may all take as long because weights come over a link, whatever is in them."""
-    cost = PrefillCost()
+    cost = PrefillCost(2048)
     for _ in range(10):
         cost.note(PromptWork(1, 2048, 2_000_000), 0.3)
     spared, whole = cost.seconds(PromptWork(0, 512, 100_000)), cost.seconds(PromptWork(4, 8192, 30_000_000))
@@ -198,7 +198,7 @@ def test_steps_that_are_alike_do_not_show_what_a_token_costs() -> None:
 
 def test_a_step_in_which_hardly_anything_is_bounds_what_steps_cost() -> None:
     """What steps that are alike take beyond that is their tokens'."""
-    cost = PrefillCost()
+    cost = PrefillCost(8192)
     for _ in range(10):
         cost.note(PromptWork(1, 8192, 8_000_000), 0.2)
     cost.note_small(0.01)
@@ -207,6 +207,20 @@ def test_a_step_in_which_hardly_anything_is_bounds_what_steps_cost() -> None:
     assert whole == pytest.approx(0.8, rel=0.02)
     cost.note_small(0.3)  # It bounds nothing: the steps' own may be all that they took.
     assert cost.seconds(PromptWork(0, 2048, 2_000_000)) == pytest.approx(0.0, abs=0.01)
+
+
+@pytest.mark.parametrize("small_s", [0.02, 0.025])
+def test_of_few_tokens_nobody_concludes_that_many_cost_nothing(small_s: float) -> None:
+    """A step of 64 takes what one of a single token does, as long as it waits for weights. After a start that is all
+    that was seen."""
+    cost, whole = PrefillCost(8192), PromptWork(2, 16_384, 134_225_920)
+    cost.note(PromptWork(1, 64, 2080), 0.022)
+    cost.note_small(small_s)
+    assert cost.seconds(PromptWork(1, 64, 2080)) == pytest.approx(0.022, rel=0.02)
+    by_pace_s = cost.seconds(whole)
+    assert by_pace_s == pytest.approx(16_384 * 0.022 / 64, rel=0.01)
+    cost.note(PromptWork(1, 8192, 33_558_528), 2.1)
+    assert cost.seconds(whole) == pytest.approx(5.4, rel=0.3), "4.2, and as much more as tokens see"
 
 
 def test_pairs_are_counted_as_layers_see_them() -> None:

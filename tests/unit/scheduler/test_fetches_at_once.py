@@ -48,9 +48,18 @@ def asked_once(
     host_s: Callable[[StepPlan], float] = lambda plan: 0.0,
     page_s: Callable[[], float] = lambda: PAGE_S,
     streams: int = 0,
+    pinned_s: float = 0.0,
 ) -> World:
-    """All have been computed, each by itself, and what the pool cannot hold lies in RAM."""
-    world = open_world(int((IN_POOL + 0.3) * PAGES), SMALLER, 18_432 // SMALLER, host_pages=36_000 // SMALLER)
+    """All have been computed, each by itself, and what the pool cannot hold lies in RAM. `pinned_s`: how long each tiny
+    step took before, while that was pinned."""
+    world = open_world(int((IN_POOL + 0.3) * PAGES), SMALLER, 18_432 // SMALLER, host_pages=0)
+    steps = 6 if pinned_s else 0
+    for number in range(1, steps + 1):
+        world.host_s = lambda plan: pinned_s
+        world.host_pages = number * (36_000 // SMALLER // 6)
+        world.add(f"tiny {900 + number}", 3, 1)
+        world.run(lambda number=number: f"tiny {900 + number}" in world.first_s)  # type: ignore[misc]
+    world.host_pages = 36_000 // SMALLER
     world.host_s, world.page_s = host_s, page_s
     for number in range(CONVERSATIONS):
         world.add(f"first {number}", PAGES * BLOCK, 1)
@@ -92,6 +101,13 @@ HOSTS = {
 def test_all_are_fetched_whatever_host_and_link_do(host: str, link: str) -> None:
     pages = {"even": lambda: PAGE_S, "uneven": uneven(), "halting": halting()}
     come_back(asked_once(HOSTS[host], pages[link]), 1.8)
+
+
+def test_steps_that_waited_while_ram_was_pinned_say_nothing_of_steps() -> None:
+    """A launch of three tokens took a second then, and nothing as small was computed since."""
+    slow = asked_once(pinned_s=0.85)
+    assert slow.scheduler._fetching.prefill._most_step_s is None
+    come_back(slow, 1.8)
 
 
 def test_they_start_in_the_order_in_which_they_came_but_for_those_in_the_pool() -> None:
