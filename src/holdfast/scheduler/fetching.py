@@ -31,6 +31,9 @@ MOST_FETCHES = 2
 KEPT, MEASURED_S = 0.8, 0.05
 """Of a rate, with so many more seconds that were measured, in however many pieces: a quarter of a second decides. While
 much comes somebody looks every millisecond, and what a link does not do for a few says little."""
+KNOWN_S = 0.1
+"""That must have been measured before a rate counts as known. The first pages of all may come ten times as slowly as
+those behind them, and many who come back at once are decided on by then."""
 TRIED = 0.04
 """Of the seconds that computing took because a tier was slower: so many may be lost by trying it once more. A tier
 that is slow for ever costs no more than that."""
@@ -52,20 +55,21 @@ class SeenRate:
     """Something a second, as far as it was seen."""
 
     def __init__(self) -> None:
-        self._rate = self._weight = 0.0
+        self._rate = self._weight = self._measured_s = 0.0
         self.credit_s = 0.0
         """That may be lost by seeing once more how fast it is."""
 
     @property
     def per_s(self) -> float | None:
         """None: it is not known."""
-        return self._rate / self._weight if self._weight > 0 else None
+        return self._rate / self._weight if self._measured_s >= KNOWN_S and self._weight > 0 else None
 
     def note(self, amount: float, seconds: float) -> None:
         if seconds > 0 and amount > 0:
             kept = KEPT ** (seconds / MEASURED_S)
             self._rate = self._rate * kept + amount / seconds * (1 - kept)
             self._weight = self._weight * kept + 1 - kept
+            self._measured_s += seconds
 
     def note_at_least(self, amount: float, seconds: float) -> None:
         """It may have been over long before anybody looked: that shows no more than that it is not slower."""

@@ -103,6 +103,14 @@ def test_all_are_fetched_whatever_host_and_link_do(host: str, link: str) -> None
     come_back(asked_once(HOSTS[host], pages[link]), 1.8)
 
 
+@pytest.mark.parametrize(("pages", "times"), [(32, 10), (64, 5), (256, 3)])
+def test_first_pages_that_come_slowly_decide_nothing(pages: int, times: int) -> None:
+    left = iter(range(pages // SMALLER))
+    world = asked_once()
+    world.page_s = lambda: PAGE_S * (times if next(left, None) is not None else 1)
+    come_back(world, 1.8)
+
+
 def test_steps_that_waited_while_ram_was_pinned_say_nothing_of_steps() -> None:
     """A launch of three tokens took a second then, and nothing as small was computed since."""
     slow = asked_once(pinned_s=0.85)
