@@ -392,14 +392,17 @@ def disk(engines: Engines, scale: Scale, folder: str, *, again: bool) -> None:
     raw = disk_rate(folder)
     engines.report.say(row, part="raw reads of the disk", gb_s=raw / 1e9)
     core = engines.core(scale.disk_config, kv_store=folder, **scale.disk_settings)  # It knows nothing but the folder.
-    firsts = [ask(core, [ids])[0] for ids in prompts]
+    firsts, loaded = list[float](), list[float]()
+    for ids in prompts:
+        before = tiers_of(core.stats())
+        firsts += ask(core, [ids])
+        loaded.append(since(before, tiers_of(core.stats())).get("disk_loaded_gb", 0.0) * 1e9)
     counted = tiers_of(core.stats())
     engines.report.say(row, part="from the disk after a restart", firsts_s=rounded(firsts), **counted)
-    loaded = counted.get("disk_loaded_gb", 0.0) * 1e9 / len(prompts)
-    if loaded:
-        engines.report.judge(
-            row, "seconds to the first token, of bytes / measured rate", median(firsts) / (loaded / raw), most=1.15
-        )
+    shares = [seconds / (nbytes / raw) for seconds, nbytes in zip(firsts, loaded, strict=True) if nbytes]
+    engines.report.judge(row, "conversations that were fetched, and not computed", len(shares), least=len(prompts))
+    if shares:
+        engines.report.judge(row, "seconds to the first token, of bytes / measured rate", median(shares), most=1.15)
     new = [ask(core, [ids])[0] for ids in [prompt(100 + number, scale) for number in range(2)]]
     engines.report.say(row, part="computed", firsts_s=rounded(new))
     engines.report.judge(row, "times as fast as computing", median(new) / median(firsts), least=1.6)
