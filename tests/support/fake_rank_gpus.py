@@ -62,6 +62,7 @@ class SharedLines:
 
     def __init__(
         self,
+        device: torch.device,
         memory: SharedPeerMemory,
         places: Sequence[int],
         rank: int,

@@ -70,7 +70,7 @@ def _settled(config: EngineConfig, here: NvidiaMachine | None, build: TorchBuild
             for number in range(settled.data_parallel_size):
                 gpus_share(settled, machine.gpus, number)
         elif ranks > 1:
-            gpus_of_ranks(machine.gpus, ranks)
+            gpus_of_ranks(machine.gpus, ranks // settled.nnodes)
         return settled
     if config.device == "cuda" or config.vram is not None:
         raise problem

@@ -38,6 +38,15 @@ def gpus_of_ranks(
     return chosen
 
 
+def gpus_of_nodes(
+    gpus: Sequence[NvidiaGpu], ranks: int, nodes: int, environment: Mapping[str, str] | None = None
+) -> tuple[NvidiaGpu, ...]:
+    """The same of several nodes before others are known, as if each had such GPUs as this one."""
+    own = gpus_of_ranks(gpus, ranks // nodes, environment)
+    others = (replace(gpu, uuid=f"{gpu.uuid}, of node {node}", processes=()) for node in range(1, nodes) for gpu in own)
+    return (*own, *others)
+
+
 def named_gpus(gpus: Sequence[NvidiaGpu], listed: str, ranks: int, times: str) -> tuple[NvidiaGpu, ...]:
     """As RANK_GPUS lists them. `times`: of what `ranks` is the product, for people."""
     words = [word.strip() for word in listed.split(",")]
@@ -131,11 +140,17 @@ def tightest(gpus: Sequence[NvidiaGpu], utilization: float) -> tuple[int, Device
     return rank, measured_device(0, parts[rank])
 
 
-def rank_decision(gpus: Sequence[NvidiaGpu], rank: int) -> Decision:
-    """For people to read. `rank`: the one that the plan is made for."""
+def of_node(rank: int, ranks: int, nodes: int) -> str:
+    """For people; nothing where there is one."""
+    return f" of node {rank * nodes // ranks}" if nodes > 1 else ""
+
+
+def rank_decision(gpus: Sequence[NvidiaGpu], rank: int, nodes: int = 1) -> Decision:
+    """For people to read. `rank`: the one that the plan is made for. `nodes`: on which they are, as many on each."""
     places = ", ".join(str(gpu.index) for gpu in gpus)
     rows = "; ".join(
-        f"rank {number} has GPU {gpu.index}, {format_bytes(gpu.free_bytes)} of {format_bytes(gpu.total_bytes)} free"
+        f"rank {number} has GPU {gpu.index}{of_node(number, len(gpus), nodes)}, {format_bytes(gpu.free_bytes)} of"
+        f" {format_bytes(gpu.total_bytes)} free"
         for number, gpu in enumerate(gpus)
     )
     short = "" if len({gpu.free_bytes for gpu in gpus}) == 1 else f"; rank {rank} has the least"

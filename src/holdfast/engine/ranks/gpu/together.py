@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -17,7 +18,7 @@ from holdfast.engine.ranks.gpu.rank import START_LIMIT_S, GpuRank, OpenedGpu, lo
 from holdfast.engine.ranks.gpu.runner import RankedGpuRunner
 from holdfast.engine.ranks.group import RankGroup
 from holdfast.engine.ranks.messages import Measured
-from holdfast.engine.ranks.together import find_scales_of_all, hung_s
+from holdfast.engine.ranks.together import find_scales_of_all, hung_s, start_group
 from holdfast.engine.startup.build_gpu import report_of, taken_terms
 from holdfast.errors import UnsupportedOptionError
 from holdfast.execution.gpu.memory.accounting import GpuMemory
@@ -28,6 +29,9 @@ from holdfast.models.stages import rank_spec
 from holdfast.planner import Plan, settle_pool
 from holdfast.planner.sizing.rank_shares import whole_experts
 from holdfast.records import MemoryReport, RankMemory, VramBudget, VramGrant
+
+if TYPE_CHECKING:
+    from holdfast.engine.ranks.nodes.hub import NodeHub
 
 Progress = Callable[[str, int, int], None]
 
@@ -77,9 +81,10 @@ def build_gpu_ranks(
     plan: Plan,
     progress: Progress,
     beat: Callable[[], None] | None = None,
+    hub: NodeHub | None = None,
 ) -> BuiltRanks:
-    """Whatever fails, no rank is left behind."""
-    group = RankGroup(config, plan, cores=plan.engine.rank_count, timeout_s=START_LIMIT_S, beat=beat)
+    """`hub`: with the other nodes, where there are any. Whatever fails, no rank is left behind."""
+    group = start_group(config, plan, cores=plan.engine.rank_count, timeout_s=START_LIMIT_S, beat=beat, hub=hub)
     try:
         first = _load_all(config, files, spec, plan, progress, group, beat)
         progress("profile_run", 0, 0)
@@ -88,7 +93,7 @@ def build_gpu_ranks(
         own = profile_gpu_rank(first, plan)
         measured = [own, *group.answers(Measured)]
         uuids = [gpu.uuid for gpu in plan.engine.rank_gpus]
-        decisions = exchange_decisions(first.joined, first.against, uuids)
+        decisions = exchange_decisions(first.joined, first.against, uuids, config.nnodes)
         plan = _settled(replace(plan, decisions=(*plan.decisions, *scales, *decisions)), measured)
         group.order(messages.BackKV(plan.engine.blocks))
         first.runner.back_kv(plan.engine.blocks)
@@ -128,7 +133,7 @@ def _load_all(
     mapped = group.answers(messages.RankJoined)
     against = next((one for one in (own, *(rank.against for rank in mapped)) if one), "")
     group.tell_each(messages.JoinRanks([], against))
-    joined = opened.join(group.store, against, START_LIMIT_S)
+    joined = opened.join(group.meeting, against, START_LIMIT_S, lambda waited_s: group.check())
     group.link.join(joined)
 
     def loaded(done: int, total: int) -> None:
@@ -169,6 +174,7 @@ def _with_ranks(
             rank=rank,
             pid=pids[rank],
             threads=1,
+            node=group.spread.node_of(rank),
             heads=own.heads,
             kv_heads=own.kv_heads,
             experts=whole_experts(spec, *engine.part_of(rank)),
