@@ -1,0 +1,105 @@
+"""Ranks on GPUs on two nodes, as processes: joined, planned for what each node has, loaded, measured, stepped; and a
+rank of the other node that is killed. Kernels run in Triton's interpreter; what lies between nodes is real but for what
+kernels do at its ends. On a GPU: tests/gpu/test_node_ranks.py."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import fake_gpu_nodes
+import fake_rank_gpus
+import pytest
+import torch
+from deadlines import PATIENCE_S
+from free_ports import free_port
+from node_processes import SECRET, Node, node_flags
+from tiny_gpu import Tiny, prompt, run, tokens_of
+
+from holdfast.checkpoints import match, open_checkpoint
+from holdfast.config import EngineConfig
+from holdfast.config.unsupported import RANK_GPUS
+from holdfast.engine.core.loop import EngineCore
+from holdfast.engine.startup.build import _build_on_gpu, find_model
+from holdfast.engine.startup.engine_info import EngineInfo
+from holdfast.errors import EngineDiedError
+from holdfast.planner.serve.gpu_plan import make_gpu_plan
+from holdfast.records import SamplingParams
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="its ranks have no GPU")
+GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+LONG = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+
+Started = tuple[Tiny, EngineCore, EngineInfo, Node]
+
+
+@contextmanager
+def two_nodes(folder: Path, sizes: tuple[int, int]) -> Iterator[Started]:
+    """`sizes`: -tp and -pp. The head is this process."""
+    (folder / "model").mkdir()
+    tiny, port = Tiny(folder / "model", architecture="Llama", num_hidden_layers=2), free_port()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(RANK_GPUS, ",".join(["0"] * sizes[0]))
+        patch.setenv(fake_rank_gpus.NODES, "1")
+        patch.setenv("PYTHONPATH", os.pathsep.join(os.sys.path))
+        fake_rank_gpus.install(patch)
+        fake_rank_gpus.start_ranks_here(patch, folder)
+        gpu = fake_rank_gpus.show_a_gpu(patch)
+        flags = node_flags(sizes, 2, port, device="cuda")
+        other = Node(folder, 1, str(tiny.folder), *flags, program=(fake_gpu_nodes.__file__,))
+        config = EngineConfig(
+            model=str(tiny.folder), device="cuda", dtype="float32", max_model_len=96, max_num_seqs=4,
+            max_num_batched_tokens=16, kv_cache_memory_bytes=1 << 20, skip_tokenizer_init=True,
+            tensor_parallel_size=sizes[0], pipeline_parallel_size=sizes[1], nnodes=2, master_addr="127.0.0.1",
+            master_port=port, node_secret=SECRET, node_timeout=PATIENCE_S,
+        )  # fmt: skip
+        model = find_model(config, progress=False, text=False)
+        plan = make_gpu_plan(model.spec, match(model.spec, open_checkpoint(model.files)), config, [gpu], name="tiny")
+        try:
+            core, info = _build_on_gpu(config, model, lambda *_: None, plan, None, None)
+            try:
+                yield tiny, core, info, other
+            finally:
+                core.runner.close()
+        except BaseException:
+            print(other.log)
+            raise
+        finally:
+            other.lose()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 2)], ids=["pp2", "tp2-pp2"])
+def test_stages_on_two_nodes_say_what_one_rank_says(sizes: tuple[int, int], tmp_path: Path) -> None:
+    with two_nodes(tmp_path, sizes) as (tiny, core, info, other):
+        rows = info.memory.ranks
+        assert [row.node for row in rows] == [0] * sizes[0] + [1] * sizes[0]
+        assert [row.weights_bytes for row in rows] == [row.planned_weights_bytes for row in rows]
+        assert {row.pid for row in rows if row.node == 1} == {one.pid for one in other.ranks()}
+        assert [(row.first_layer, row.layers) for row in rows] == [(0, 1)] * sizes[0] + [(1, 1)] * sizes[0]
+        prompts = [prompt(1, 18), prompt(2, 3)]
+        found = run(core, prompts, [GREEDY, GREEDY])
+        for one, outputs in zip(prompts, found, strict=True):
+            tiny.assert_greedy(one, tokens_of(outputs))
+        core.runner.close()
+        assert other.wait() == 0
+        assert not other.ranks()
+
+
+@pytest.mark.long
+def test_a_rank_of_the_other_node_that_is_killed_is_named(tmp_path: Path) -> None:
+    """And its node looks for the head of the next engine."""
+    with two_nodes(tmp_path, (1, 2)) as (_, core, _, other):
+        [rank] = other.ranks()
+        steps = iter(range(1000))
+        with pytest.raises(EngineDiedError, match=rf"rank 1 \(node 1, .*, pid {rank.pid}\) has ended: signal SIGKILL"):
+            run(core, [prompt(1, 5)], [LONG], between=lambda: rank.kill() if next(steps) == 3 else None)
+        core.runner.close()
+        deadline_s = time.monotonic() + PATIENCE_S
+        while "joining the head again" not in other.log:
+            assert time.monotonic() < deadline_s, other.log
+            time.sleep(0.05)
+        assert other.process.poll() is None
