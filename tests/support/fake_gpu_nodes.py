@@ -1,5 +1,5 @@
-"""A node with ranks on GPUs on a machine without one: `holdfast serve --headless` whose driver shows a GPU, and whose ranks
-are those of fake_rank_gpus.py."""
+"""A node with ranks on GPUs on a machine without one: `holdfast serve --headless` whose driver shows a GPU, and whose
+ranks are those of fake_rank_gpus.py."""
 
 from __future__ import annotations
 

@@ -146,7 +146,8 @@ def _place(uuid: str) -> int:
 
 def exchange_decisions(joined: JoinedGpus, against: str, uuids: Sequence[str], nodes: int = 1) -> list[Decision]:
     """For the log at start and `/memory`."""
-    shared = len(set(uuids)) < len(uuids)
+    of_a_node = uuids[: len(uuids) // nodes]
+    shared = len(set(of_a_node)) < len(of_a_node)
     reason = "ranks of one GPU map one another's memory" if shared else "each GPU reads the memory of all others"
     found = []
     if joined.collectives is not None:
@@ -155,7 +156,7 @@ def exchange_decisions(joined: JoinedGpus, against: str, uuids: Sequence[str], n
     if joined.stage is not None:
         value, more = LINES_BY, "NCCL's sends wait for whoever receives"
         if nodes > 1:
-            value = BETWEEN_NODES if len(uuids) == nodes else f"{LINES_BY}, and {BETWEEN_NODES}"
-            reason = f"stages are on {nodes} nodes" if len(uuids) == nodes else f"{reason} on each of {nodes} nodes"
+            value = BETWEEN_NODES if joined.stage.count == nodes else f"{BETWEEN_NODES}; {LINES_BY} on each"
+            reason = f"stages are on {nodes} nodes"
         found.append(Decision("stage_lines", value, f"{reason}; {more}", "hardware"))
     return found
