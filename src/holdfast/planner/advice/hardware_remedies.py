@@ -226,8 +226,8 @@ def _streamed(variant: Variant | None, question: Question) -> Change | None:
 
 def bigger_gpu(found: Plan, offered: Sequence[Remedy]) -> Iterator[Iterable[Change]]:
     """The smallest that holds it as it is, and the smallest for the fewest bits where that is smaller; of those that
-    are easily had where one of them does. Of a chip with the machine's RAM, the same with more, then others such. Not of
-    several nodes."""
+    are easily had where one of them does. Of a chip with the machine's RAM, the same with more, then others such. Not
+    of several nodes."""
     if found.question.machine.kind != "gpu" or found.question.settings.nodes > 1:
         return
     one_gpu = len(found.question.machine.devices) == 1
