@@ -186,6 +186,7 @@ def _gpu_plan(
             max_lora_rank=config.lora_rank,
             ranks=config.tensor_parallel_size,
             stages=config.pipeline_parallel_size,
+            nodes=config.nnodes,
             expert_parallel=config.enable_expert_parallel and config.tensor_parallel_size > 1,
             expert_placement=config.expert_placement_strategy,
             front_bytes=front_bytes,
