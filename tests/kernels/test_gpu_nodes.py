@@ -5,8 +5,8 @@ kernels do at its ends. On a GPU: tests/gpu/test_node_ranks.py."""
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -33,18 +33,18 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="its ranks hav
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 LONG = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
 
-Started = tuple[Tiny, EngineCore, EngineInfo, Node]
+Start = Callable[[], tuple[EngineCore, EngineInfo]]
 
 
 @contextmanager
-def two_nodes(folder: Path, sizes: tuple[int, int]) -> Iterator[Started]:
-    """`sizes`: -tp and -pp. The head is this process."""
+def two_nodes(folder: Path, sizes: tuple[int, int]) -> Iterator[tuple[Tiny, Start, Node]]:
+    """`sizes`: -tp and -pp. The head is this process; it starts engines, one after another."""
     (folder / "model").mkdir()
     tiny, port = Tiny(folder / "model", architecture="Llama", num_hidden_layers=2), free_port()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(RANK_GPUS, ",".join(["0"] * sizes[0]))
         patch.setenv(fake_rank_gpus.NODES, "1")
-        patch.setenv("PYTHONPATH", os.pathsep.join(os.sys.path))
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
         fake_rank_gpus.install(patch)
         fake_rank_gpus.start_ranks_here(patch, folder)
         gpu = fake_rank_gpus.show_a_gpu(patch)
@@ -58,28 +58,37 @@ def two_nodes(folder: Path, sizes: tuple[int, int]) -> Iterator[Started]:
         )  # fmt: skip
         model = find_model(config, progress=False, text=False)
         plan = make_gpu_plan(model.spec, match(model.spec, open_checkpoint(model.files)), config, [gpu], name="tiny")
-        try:
+        started = list[EngineCore]()
+
+        def start() -> tuple[EngineCore, EngineInfo]:
             core, info = _build_on_gpu(config, model, lambda *_: None, plan, None, None)
-            try:
-                yield tiny, core, info, other
-            finally:
-                core.runner.close()
+            started.append(core)
+            return core, info
+
+        try:
+            yield tiny, start, other
         except BaseException:
             print(other.log)
             raise
         finally:
+            for core in started:
+                core.runner.close()
             other.lose()
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 2)], ids=["pp2", "tp2-pp2"])
 def test_stages_on_two_nodes_say_what_one_rank_says(sizes: tuple[int, int], tmp_path: Path) -> None:
-    with two_nodes(tmp_path, sizes) as (tiny, core, info, other):
+    with two_nodes(tmp_path, sizes) as (tiny, start, other):
+        core, info = start()
         rows = info.memory.ranks
         assert [row.node for row in rows] == [0] * sizes[0] + [1] * sizes[0]
         assert [row.weights_bytes for row in rows] == [row.planned_weights_bytes for row in rows]
         assert {row.pid for row in rows if row.node == 1} == {one.pid for one in other.ranks()}
         assert [(row.first_layer, row.layers) for row in rows] == [(0, 1)] * sizes[0] + [(1, 1)] * sizes[0]
+        [tier] = info.memory.below
+        assert [(term.term, term.planned_bytes > 0) for term in tier.terms] == [("node_lines", True)]
+        assert any(line.startswith("stage_lines = sockets between nodes") for line in info.decisions)
         prompts = [prompt(1, 18), prompt(2, 3)]
         found = run(core, prompts, [GREEDY, GREEDY])
         for one, outputs in zip(prompts, found, strict=True):
@@ -90,16 +99,19 @@ def test_stages_on_two_nodes_say_what_one_rank_says(sizes: tuple[int, int], tmp_
 
 
 @pytest.mark.long
-def test_a_rank_of_the_other_node_that_is_killed_is_named(tmp_path: Path) -> None:
-    """And its node looks for the head of the next engine."""
-    with two_nodes(tmp_path, (1, 2)) as (_, core, _, other):
+def test_a_rank_of_the_other_node_that_is_killed_is_named_and_the_next_engine_says_the_same(tmp_path: Path) -> None:
+    """Its node looks for the head of that one."""
+    with two_nodes(tmp_path, (1, 2)) as (tiny, start, other):
+        core, _ = start()
         [rank] = other.ranks()
         steps = iter(range(1000))
         with pytest.raises(EngineDiedError, match=rf"rank 1 \(node 1, .*, pid {rank.pid}\) has ended: signal SIGKILL"):
             run(core, [prompt(1, 5)], [LONG], between=lambda: rank.kill() if next(steps) == 3 else None)
         core.runner.close()
-        deadline_s = time.monotonic() + PATIENCE_S
-        while "joining the head again" not in other.log:
-            assert time.monotonic() < deadline_s, other.log
-            time.sleep(0.05)
-        assert other.process.poll() is None
+        core, info = start()
+        assert "joining the head again" in other.log
+        [again] = other.ranks()
+        assert again.pid != rank.pid
+        assert info.memory.ranks[1].pid == again.pid
+        [outputs] = run(core, [prompt(1, 5)], [GREEDY])
+        tiny.assert_greedy(prompt(1, 5), tokens_of(outputs))

@@ -69,8 +69,8 @@ def _settled(config: EngineConfig, here: NvidiaMachine | None, build: TorchBuild
         if settled.data_parallel_size > 1:
             for number in range(settled.data_parallel_size):
                 gpus_share(settled, machine.gpus, number)
-        elif ranks > 1:
-            gpus_of_ranks(machine.gpus, ranks // settled.nnodes)
+        elif ranks > 1 and settled.distributed_executor_backend != "ray":  # Which chooses among those of all nodes.
+            gpus_of_ranks(machine.gpus, ranks // settled.nnodes, nodes=settled.nnodes)
         return settled
     if config.device == "cuda" or config.vram is not None:
         raise problem

@@ -24,11 +24,13 @@ from holdfast.errors import UnsupportedOptionError
 from holdfast.execution.gpu.memory.accounting import GpuMemory
 from holdfast.execution.parallel.gpu.link import GpuRankLink
 from holdfast.execution.parallel.gpu.together import exchange_decisions
+from holdfast.footprint.gpu import node_lines_bytes
+from holdfast.hardware import memory
 from holdfast.models import ModelSpec
 from holdfast.models.stages import rank_spec
 from holdfast.planner import Plan, settle_pool
 from holdfast.planner.sizing.rank_shares import whole_experts
-from holdfast.records import MemoryReport, RankMemory, VramBudget, VramGrant
+from holdfast.records import LowerTier, MemoryReport, MemoryTerm, RankMemory, VramBudget, VramGrant
 
 if TYPE_CHECKING:
     from holdfast.engine.ranks.nodes.hub import NodeHub
@@ -108,7 +110,7 @@ def build_gpu_ranks(
         raise
     ready = first.opened.memory.held()
     terms = {**own.terms, "kv_pool": first.runner.kv.nbytes}
-    report = report_of(plan, terms, first.loaded, ready, [])
+    report = report_of(plan, terms, first.loaded, ready, _lines_in_ram(plan, config.nnodes))
     report = _with_ranks(report, spec, plan, group, measured)
     runner = RankedGpuRunner(first.runner, group, first.joined)
     return BuiltRanks(first, runner, plan, report, RanksVram(first.opened.memory))
@@ -162,6 +164,23 @@ def _settled(plan: Plan, measured: list[Measured]) -> Plan:
         room.append(free * engine.layout.page_bytes // sum(pages[rank] for rank in ranks))
     most = max(taken, key=lambda one: sum(one.values()))
     return settle_pool(plan, min(room), most)
+
+
+def _lines_in_ram(plan: Plan, nodes: int) -> list[LowerTier]:
+    """Of the head: what goes to other nodes and comes from them passes through."""
+    engine, host = plan.engine, memory()
+    planned = node_lines_bytes(engine.stream_bytes, engine.answer_bytes, plan.tensor_parallel, nodes)
+    if not planned:
+        return []
+    return [
+        LowerTier(
+            tier="ram",
+            total_bytes=host.total_bytes,
+            free_bytes=host.available_bytes,
+            limited_by=host.limited_by,
+            terms=[MemoryTerm(tier="ram", term="node_lines", planned_bytes=planned)],
+        )
+    ]
 
 
 def _with_ranks(

@@ -63,7 +63,7 @@ def _gpus_of(config: EngineConfig) -> list[NvidiaGpu]:
     if config.device != "cuda":
         return []
     ranks = config.tensor_parallel_size * config.pipeline_parallel_size // config.nnodes
-    found = gpus_of_ranks(probe().gpus, ranks)
+    found = gpus_of_ranks(probe().gpus, ranks, nodes=config.nnodes)
     return [replace(gpu, name=gpu.name[:NAME_CHARS], processes=gpu.processes[:MOST_NAMED]) for gpu in found]
 
 
