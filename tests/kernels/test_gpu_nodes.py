@@ -40,10 +40,13 @@ Start = Callable[[], tuple[EngineCore, EngineInfo]]
 def two_nodes(folder: Path, sizes: tuple[int, int]) -> Iterator[tuple[Tiny, Start, Node]]:
     """`sizes`: -tp and -pp. The head is this process; it starts engines, one after another."""
     (folder / "model").mkdir()
-    tiny, port = Tiny(folder / "model", architecture="Llama", num_hidden_layers=2), free_port()
+    layers, each = max(2, sizes[1]), sizes[0] * sizes[1] // 2
+    tiny, port = Tiny(folder / "model", architecture="Llama", num_hidden_layers=layers), free_port()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(RANK_GPUS, ",".join(["0"] * sizes[0]))
+        patch.setenv(RANK_GPUS, ",".join(["0"] * each))
         patch.setenv(fake_rank_gpus.NODES, "1")
+        if sizes[1] > 2:
+            patch.setenv(fake_rank_gpus.STAGED, "1")
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
         fake_rank_gpus.install(patch)
         fake_rank_gpus.start_ranks_here(patch, folder)
@@ -77,15 +80,17 @@ def two_nodes(folder: Path, sizes: tuple[int, int]) -> Iterator[tuple[Tiny, Star
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("sizes", [(1, 2), (2, 2)], ids=["pp2", "tp2-pp2"])
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 2), (1, 4)], ids=["pp2", "tp2-pp2", "pp4"])
 def test_stages_on_two_nodes_say_what_one_rank_says(sizes: tuple[int, int], tmp_path: Path) -> None:
     with two_nodes(tmp_path, sizes) as (tiny, start, other):
         core, info = start()
-        rows = info.memory.ranks
-        assert [row.node for row in rows] == [0] * sizes[0] + [1] * sizes[0]
+        rows, each = info.memory.ranks, sizes[0] * sizes[1] // 2
+        assert [row.node for row in rows] == [0] * each + [1] * each
         assert [row.weights_bytes for row in rows] == [row.planned_weights_bytes for row in rows]
         assert {row.pid for row in rows if row.node == 1} == {one.pid for one in other.ranks()}
-        assert [(row.first_layer, row.layers) for row in rows] == [(0, 1)] * sizes[0] + [(1, 1)] * sizes[0]
+        assert [(row.first_layer, row.layers) for row in rows] == [
+            (stage, 1) for stage in range(sizes[1]) for _ in range(sizes[0])
+        ]
         [tier] = info.memory.below
         assert [(term.term, term.planned_bytes > 0) for term in tier.terms] == [("node_lines", True)]
         assert any(line.startswith("stage_lines = sockets between nodes") for line in info.decisions)

@@ -131,23 +131,33 @@ class LinesBetweenNodes:
         limit_s: float,
     ) -> None:
         assert limit_s > 60
-        self._rank, self._given_up = rank, False
-        self._lines = [end.node_line for end in (before, behind) if end is not None and end.node_line is not None]
-        assert len(self._lines) == sum(end is not None for end in (before, behind)), "no stage is on this node too"
+        self._rank, self._given_up, ends = rank, False, (before, behind)
+        self._own: PipelineStage | None = None
+        if any(end is not None and end.node_line is None for end in ends):  # Two stages on this node.
+            assert memory is not None
+            self._own = PipelineStage(memory.segment, rank % RANKS, self._look)
+        self._lines = [end.node_line for end in ends if end is not None and end.node_line is not None]
+        assert len(self._lines) + (self._own is not None) == sum(end is not None for end in ends)
         for line in self._lines:
             line.tell(self.give_up)
         self._before = None if before is None or before.node_line is None else LineEnd(before.node_line, self._look)
         self._behind = None if behind is None or behind.node_line is None else LineEnd(behind.node_line, self._look)
 
     def put(self, numbers: torch.Tensor) -> None:
-        assert self._behind is not None
         assert numbers.is_contiguous()
-        self._behind.put(numbers)
+        if self._behind is not None:
+            self._behind.put(numbers)
+        else:
+            assert self._own is not None
+            self._own.hand_on(numbers)
 
     def take(self, out: torch.Tensor) -> None:
-        assert self._before is not None
         assert out.is_contiguous()
-        self._before.take(out)
+        if self._before is not None:
+            self._before.take(out)
+        else:
+            assert self._own is not None
+            self._own.take(out)
 
     def _look(self, waited_s: float) -> None:
         self.check()

@@ -67,8 +67,10 @@ class OpenedGpu:
         self.memory.watch_tensors()
         self._peers: PeerMemory | None = None
         beside_it = [self._uuids[other] for other in self._node]
-        self.against = against_exchange(beside_it, disabled=config.disable_custom_all_reduce)
-        if not self.against and len(self._node) > 1:
+        self.against = ""
+        if len(beside_it) > 1:  # On a node of its own a rank maps nobody's memory.
+            self.against = against_exchange(beside_it, disabled=config.disable_custom_all_reduce)
+        if not self.against and len(beside_it) > 1:
             try:
                 self._peers = PeerMemory(self._exchange_bytes() + self._lines_bytes(), self.device)
             except DriverError as error:
