@@ -1,5 +1,5 @@
-"""Ranks on GPUs on two nodes, as processes: joined, planned for what each node has, loaded, measured, stepped; and a
-rank of the other node that is killed. Kernels run in Triton's interpreter; what lies between nodes is real but for what
+"""Ranks on GPUs on two nodes, as processes: joined, planned for what each node has, loaded, measured, stepped; and the
+other node, or its rank, that is killed. Kernels run in Triton's interpreter; what lies between nodes is real but for what
 kernels do at its ends. On a GPU: tests/gpu/test_node_ranks.py."""
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import fake_rank_gpus
 import pytest
 import torch
 from deadlines import PATIENCE_S
+from ended_processes import still_running
 from free_ports import free_port
 from node_processes import SECRET, Node, node_flags
 from tiny_gpu import Tiny, prompt, run, tokens_of
@@ -37,8 +38,8 @@ Start = Callable[[], tuple[EngineCore, EngineInfo]]
 
 
 @contextmanager
-def two_nodes(folder: Path, sizes: tuple[int, int]) -> Iterator[tuple[Tiny, Start, Node]]:
-    """`sizes`: -tp and -pp. The head is this process; it starts engines, one after another."""
+def two_nodes(folder: Path, sizes: tuple[int, int]) -> Iterator[tuple[Tiny, Start, Callable[[], Node]]]:
+    """`sizes`: -tp and -pp. The head is this process: it starts engines, one after another, that another node joins."""
     (folder / "model").mkdir()
     layers, each = max(2, sizes[1]), sizes[0] * sizes[1] // 2
     tiny, port = Tiny(folder / "model", architecture="Llama", num_hidden_layers=layers), free_port()
@@ -52,7 +53,12 @@ def two_nodes(folder: Path, sizes: tuple[int, int]) -> Iterator[tuple[Tiny, Star
         fake_rank_gpus.start_ranks_here(patch, folder)
         gpu = fake_rank_gpus.show_a_gpu(patch)
         flags = node_flags(sizes, 2, port, device="cuda")
-        other = Node(folder, 1, str(tiny.folder), *flags, program=(fake_gpu_nodes.__file__,))
+        nodes = list[Node]()
+
+        def join() -> Node:
+            nodes.append(Node(folder, 1, str(tiny.folder), *flags, program=(fake_gpu_nodes.__file__,)))
+            return nodes[-1]
+
         config = EngineConfig(
             model=str(tiny.folder), device="cuda", dtype="float32", max_model_len=96, max_num_seqs=4,
             max_num_batched_tokens=16, kv_cache_memory_bytes=1 << 20, skip_tokenizer_init=True,
@@ -69,20 +75,22 @@ def two_nodes(folder: Path, sizes: tuple[int, int]) -> Iterator[tuple[Tiny, Star
             return core, info
 
         try:
-            yield tiny, start, other
+            yield tiny, start, join
         except BaseException:
-            print(other.log)
+            print(*(node.log for node in nodes), sep="\n----\n")
             raise
         finally:
             for core in started:
                 core.runner.close()
-            other.lose()
+            for node in nodes:
+                node.lose()
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 2), (1, 4)], ids=["pp2", "tp2-pp2", "pp4"])
 def test_stages_on_two_nodes_say_what_one_rank_says(sizes: tuple[int, int], tmp_path: Path) -> None:
-    with two_nodes(tmp_path, sizes) as (tiny, start, other):
+    with two_nodes(tmp_path, sizes) as (tiny, start, join):
+        other = join()
         core, info = start()
         rows, each = info.memory.ranks, sizes[0] * sizes[1] // 2
         assert [row.node for row in rows] == [0] * each + [1] * each
@@ -104,17 +112,22 @@ def test_stages_on_two_nodes_say_what_one_rank_says(sizes: tuple[int, int], tmp_
 
 
 @pytest.mark.long
-def test_a_rank_of_the_other_node_that_is_killed_is_named_and_the_next_engine_says_the_same(tmp_path: Path) -> None:
-    """Its node looks for the head of that one."""
-    with two_nodes(tmp_path, (1, 2)) as (tiny, start, other):
+@pytest.mark.parametrize("what", ["rank", "node"])
+def test_what_is_killed_of_the_other_node_is_named_and_the_next_engine_says_the_same(what: str, tmp_path: Path) -> None:
+    """Of a rank its node looks for the head of that engine; of a node another takes the place."""
+    with two_nodes(tmp_path, (1, 2)) as (tiny, start, join):
+        other = join()
         core, _ = start()
         [rank] = other.ranks()
-        steps = iter(range(1000))
-        with pytest.raises(EngineDiedError, match=rf"rank 1 \(node 1, .*, pid {rank.pid}\) has ended: signal SIGKILL"):
-            run(core, [prompt(1, 5)], [LONG], between=lambda: rank.kill() if next(steps) == 3 else None)
+        steps, strike = iter(range(1000)), rank.kill if what == "rank" else other.lose
+        why = r"has ended: signal SIGKILL" if what == "rank" else "has ended: node 1 is lost"
+        with pytest.raises(EngineDiedError, match=rf"rank 1 \(node 1, .*, pid {rank.pid}\) {why}"):
+            run(core, [prompt(1, 5)], [LONG], between=lambda: strike() if next(steps) == 3 else None)
+        assert not still_running([rank])
         core.runner.close()
+        other = other if what == "rank" else join()
         core, info = start()
-        assert "joining the head again" in other.log
+        assert ("joining the head again" in other.log) == (what == "rank")
         [again] = other.ranks()
         assert again.pid != rank.pid
         assert info.memory.ranks[1].pid == again.pid
