@@ -1,6 +1,6 @@
 """Ranks on GPUs on two nodes, as processes: joined, planned for what each node has, loaded, measured, stepped; and the
-other node, or its rank, that is killed. Kernels run in Triton's interpreter; what lies between nodes is real but for what
-kernels do at its ends. On a GPU: tests/gpu/test_node_ranks.py."""
+other node, or its rank, that is killed. Kernels run in Triton's interpreter; what lies between nodes is real but for
+what kernels do at its ends. On a GPU: tests/gpu/test_node_ranks.py."""
 
 from __future__ import annotations
 
