@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from node_line_ends import LineEnd
 
 from holdfast.errors import EngineError
 from holdfast.execution.parallel.gpu.lines import LineTo
@@ -21,6 +22,7 @@ from holdfast.execution.parallel.pipeline import PipelineStage
 from holdfast.execution.parallel.segment import Segment, SegmentLayout
 from holdfast.execution.parallel.shared_memory import SharedMemoryCollectives
 from holdfast.footprint.gpu import line_memory_bytes
+from holdfast.hardware.nvidia import NvidiaGpu, NvidiaMachine
 from holdfast.units import GIB
 
 CPU = torch.device("cpu")
@@ -28,6 +30,8 @@ HANDLE_BYTES, SLOT_BYTES = 64, 4096
 RANKS, MOST_S = 2, 60.0
 STAGED, LINE_BYTES = "FAKE_RANK_GPUS_STAGED", 1 << 16
 """Set: ranks are stages."""
+NODES = "FAKE_RANK_GPUS_NODES"
+"""Set: stages are on nodes of their own."""
 FREE_BYTES, TOTAL_BYTES = 60 * GIB, 80 * GIB
 
 
@@ -62,6 +66,7 @@ class SharedLines:
 
     def __init__(
         self,
+        device: torch.device,
         memory: SharedPeerMemory,
         places: Sequence[int],
         rank: int,
@@ -108,6 +113,70 @@ class SharedLines:
         self._given_up = True
 
     def close(self) -> None: ...
+
+
+class LinesBetweenNodes:
+    """With the real ends of lines between nodes, and their sockets; what kernels do there is done here."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        memory: SharedPeerMemory | None,
+        places: Sequence[int],
+        rank: int,
+        offset: int,
+        before: LineTo | None,
+        behind: LineTo | None,
+        *,
+        limit_s: float,
+    ) -> None:
+        assert limit_s > 60
+        self._rank, self._given_up, ends = rank, False, (before, behind)
+        self._own: PipelineStage | None = None
+        if any(end is not None and end.node_line is None for end in ends):  # Two stages on this node.
+            assert memory is not None
+            self._own = PipelineStage(memory.segment, rank % RANKS, self._look)
+        self._lines = [end.node_line for end in ends if end is not None and end.node_line is not None]
+        assert len(self._lines) + (self._own is not None) == sum(end is not None for end in ends)
+        for line in self._lines:
+            line.tell(self.give_up)
+        self._before = None if before is None or before.node_line is None else LineEnd(before.node_line, self._look)
+        self._behind = None if behind is None or behind.node_line is None else LineEnd(behind.node_line, self._look)
+
+    def put(self, numbers: torch.Tensor) -> None:
+        assert numbers.is_contiguous()
+        if self._behind is not None:
+            self._behind.put(numbers)
+        else:
+            assert self._own is not None
+            self._own.hand_on(numbers)
+
+    def take(self, out: torch.Tensor) -> None:
+        assert out.is_contiguous()
+        if self._before is not None:
+            self._before.take(out)
+        else:
+            assert self._own is not None
+            self._own.take(out)
+
+    def _look(self, waited_s: float) -> None:
+        self.check()
+        assert waited_s < MOST_S, f"rank {self._rank} waits for ever"
+
+    def limit(self, limit_s: float) -> None: ...
+
+    def check(self) -> None:
+        for line in self._lines:
+            line.check()
+        if self._given_up:
+            raise EngineError("the ranks of this engine do not wait for one another any more: one of them has ended")
+
+    def give_up(self) -> None:
+        self._given_up = True
+
+    def close(self) -> None:
+        for line in self._lines:
+            line.close()
 
 
 class SharedExchange:
@@ -162,12 +231,24 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(rank, "open_device", lambda uuid: CPU)
     patch.setattr(rank, "PeerMemory", SharedPeerMemory)
     patch.setattr(rank, "ExchangeCollectives", SharedExchange)
-    patch.setattr(rank, "ExchangeLines", SharedLines)
+    patch.setattr(rank, "ExchangeLines", LinesBetweenNodes if NODES in os.environ else SharedLines)
+    patch.setattr(rank, "pinned_line", lambda size: torch.zeros(line_memory_bytes(size), dtype=torch.uint8))
     patch.setattr(accounting, "process_bytes", lambda uuid, pid: GIB)
     for name, answer in (("mem_get_info", (FREE_BYTES, TOTAL_BYTES)), ("synchronize", None), ("empty_cache", None),
                          ("reset_peak_memory_stats", None), ("memory_allocated", 0),
                          ("max_memory_allocated", 0)):  # fmt: skip
         patch.setattr(torch.cuda, name, lambda *_, told=answer: told)
+
+
+def show_a_gpu(patch: pytest.MonkeyPatch) -> NvidiaGpu:
+    """To whoever asks the driver what this machine has."""
+    from holdfast.engine.ranks.nodes import report
+
+    gpu = NvidiaGpu(
+        index=0, uuid="GPU-0", name="fake", total_bytes=TOTAL_BYTES, free_bytes=FREE_BYTES, capability=(9, 0)
+    )
+    patch.setattr(report, "probe", lambda: NvidiaMachine(gpus=(gpu,)))
+    return gpu
 
 
 def start_ranks_here(patch: pytest.MonkeyPatch, folder: Path) -> None:

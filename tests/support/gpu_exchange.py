@@ -105,7 +105,7 @@ def _main(rank: int, size: int, connection: Connection, log: str, limit_s: float
         collectives: Any
         if staged:
             other = LineTo(1 - rank, LINE_SLOT_BYTES)
-            collectives = ExchangeLines(memory, places, rank, offset, other, other, limit_s=limit_s)
+            collectives = ExchangeLines(device, memory, places, rank, offset, other, other, limit_s=limit_s)
         else:
             collectives = ExchangeCollectives(memory, places, rank, SLOT_BYTES, limit_s=limit_s)
         connection.send(("done", None))

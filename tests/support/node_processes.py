@@ -25,7 +25,14 @@ SECRET = "a secret of tests"
 class Node:
     """`holdfast serve --headless` as a user starts it on another machine."""
 
-    def __init__(self, folder: Path, rank: int, *arguments: str, secret: str | None = SECRET) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        *arguments: str,
+        secret: str | None = SECRET,
+        program: tuple[str, ...] = ("-m", "holdfast"),
+    ) -> None:
         self.rank, self.host = rank, f"127.0.0.{rank + 1}"
         home = folder / f"node-{rank}-{time.monotonic_ns()}"
         home.mkdir()
@@ -33,7 +40,7 @@ class Node:
         environment = dict(os.environ)
         if secret is not None:
             environment["HOLDFAST_NODE_SECRET"] = secret
-        command = [sys.executable, "-m", "holdfast", "serve", *arguments, "--headless"]
+        command = [sys.executable, *program, "serve", *arguments, "--headless"]
         with self._log_path.open("w") as log:
             self.process = subprocess.Popen(
                 [*command, "--node-rank", str(rank), "--node-addr", self.host],
@@ -94,8 +101,8 @@ def node_arguments(model: Path, sizes: tuple[int, int], count: int, port: int) -
     return [str(model), *dummy, *node_flags(sizes, count, port)]
 
 
-def node_flags(sizes: tuple[int, int], count: int, port: int) -> list[str]:
+def node_flags(sizes: tuple[int, int], count: int, port: int, device: str = "cpu") -> list[str]:
     return [
-        "--device", "cpu", "-tp", str(sizes[0]), "-pp", str(sizes[1]), "--nnodes", str(count), "--master-addr",
+        "--device", device, "-tp", str(sizes[0]), "-pp", str(sizes[1]), "--nnodes", str(count), "--master-addr",
         "127.0.0.1", "--master-port", str(port),
     ]  # fmt: skip

@@ -33,8 +33,6 @@ class NodeSettings(Protocol):
     def pipeline_parallel_size(self) -> int: ...
     @property
     def data_parallel_size(self) -> int: ...
-    @property
-    def device(self) -> str: ...
 
 
 def address(field: str, value: Any) -> str:
@@ -134,13 +132,6 @@ def check_nodes(config: NodeSettings) -> None:
             needed="nnodes or data_parallel_size",
             fix="leave --data-parallel-size out",
             field="data_parallel_size",
-        )
-    if config.device == "cuda":
-        raise _wrong(
-            "ranks on several machines compute on CPUs so far",
-            needed="--device cpu",
-            fix="--device cpu",
-            field="nnodes",
         )
     if config.node_secret is not None and len(config.node_secret) < LEAST_SECRET:
         raise _wrong(

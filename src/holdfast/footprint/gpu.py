@@ -116,6 +116,15 @@ def line_memory_bytes(slot_bytes: int) -> int:
     return LINE_WORDS_BYTES + 2 * slot_bytes
 
 
+def node_lines_bytes(stream_bytes: int, answer_bytes: int, tensor_parallel: int, nodes: int) -> int:
+    """In RAM, pinned, of the node that has most: each rank of its first stage takes and each of its last hands on; the
+    first node takes answers and the last hands them on."""
+    if nodes == 1:
+        return 0
+    streams = tensor_parallel * line_memory_bytes(stream_bytes)
+    return streams + max(streams if nodes > 2 else 0, line_memory_bytes(answer_bytes))
+
+
 def beside_ranks_bytes(spec: ModelSpec, limits: Limits, vocab_rows: int, ranks: int, *, dtype: str) -> int:
     """Of one rank of several, beside its activations: its sums before they are added up, its part of the logits,
     tokens as its rows of the vocabulary number them, and the largest of each row of inputs on each of `ranks`."""

@@ -106,6 +106,7 @@ def test_gpus_are_reserved_on_each_node() -> None:
             placed = decode_from_driver(connection.recv_bytes())
             assert isinstance(placed, Placed)
             assert (placed.nodes, placed.amount) == (2, 2)
-            assert found.reserved() == ["gpus", "NodeActor"]
+            assert sorted(placed.gpus) == ["0", "1"], "of this node, which the server's ranks have"
+            assert sorted(found.reserved()) == ["GpuHolder", "NodeActor", "gpus"]
         assert driver.wait(PATIENCE_S) == 0
         assert found.reserved() == []

@@ -13,12 +13,14 @@ from holdfast.engine.ranks.gpu import rank as ranks
 from holdfast.engine.ranks.gpu.rank import OpenedGpu
 from holdfast.errors import EngineError
 from holdfast.execution.parallel.gpu.together import (
+    BETWEEN_NODES,
     LINES_BY,
     JoinedGpus,
     SmallAndLarge,
     against_exchange,
     exchange_decisions,
 )
+from holdfast.execution.parallel.rank_link import Meeting
 
 UUIDS = ["GPU-a", "GPU-b", "GPU-c"]
 SLOT_BYTES = 4096
@@ -80,10 +82,10 @@ def test_what_fits_at_once_goes_the_short_way() -> None:
         said.clear()
 
 
-def decisions(collectives: str | None, stage: bool, reason: str, uuids: list[str] = UUIDS) -> list[str]:
+def decisions(collectives: str | None, stage: bool, reason: str, uuids: list[str] = UUIDS, nodes: int = 1) -> list[str]:
     own: Any = None if collectives is None else Noted(collectives, [])
-    lines: Any = SimpleNamespace() if stage else None
-    return [one.line() for one in exchange_decisions(JoinedGpus(own, lines), reason, uuids)]
+    lines: Any = SimpleNamespace(count=2) if stage else None
+    return [one.line() for one in exchange_decisions(JoinedGpus(own, lines), reason, uuids, nodes)]
 
 
 def test_the_way_and_its_reason_are_a_decision() -> None:
@@ -98,6 +100,11 @@ def test_the_way_and_its_reason_are_a_decision() -> None:
     lines = f"stage_lines = {LINES_BY} (hardware): {seen}; NCCL's sends wait for whoever receives"
     assert decisions(None, True, "") == [lines]
     assert decisions("CUDA IPC", True, "")[1] == lines
+    waits = "stages are on 2 nodes; NCCL's sends wait for whoever receives"
+    assert decisions("CUDA IPC", True, "", ["GPU-a", "GPU-b"] * 2, nodes=2) == [
+        f"all_reduce = CUDA IPC (hardware): {seen}",
+        f"stage_lines = {BETWEEN_NODES} (hardware): {waits}",
+    ]
 
 
 def opened(monkeypatch: pytest.MonkeyPatch, *, nccl: bool, peers: bool, stages: int = 0) -> Any:
@@ -116,6 +123,10 @@ STORE: Any = object()
 """Where ranks find one another for NCCL; there is none for ranks of one GPU."""
 
 
+def meeting(store: Any) -> Meeting | None:
+    return None if store is None else Meeting(store)
+
+
 @pytest.mark.parametrize(
     ("nccl", "store", "reason", "name"),
     [
@@ -129,7 +140,7 @@ def test_ranks_take_what_there_is(
     nccl: bool, store: Any, reason: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = opened(monkeypatch, nccl=nccl, peers=True)
-    assert own.join(store, reason, 1.0).name == name
+    assert own.join(meeting(store), reason, 1.0, lambda waited_s: None).name == name
     assert (own._peers is None) == bool(reason), "memory that nobody maps is given back"
 
 
@@ -146,5 +157,5 @@ def test_where_there_is_nothing_the_reason_is_said(
 ) -> None:
     own = opened(monkeypatch, nccl=nccl, peers=False, stages=stages)
     with pytest.raises(EngineError, match=said) as caught:
-        own.join(store, "NCCL_P2P_DISABLE is set", 1.0)
+        own.join(meeting(store), "NCCL_P2P_DISABLE is set", 1.0, lambda waited_s: None)
     assert caught.value.found == "NCCL_P2P_DISABLE is set"

@@ -33,7 +33,6 @@ def test_words_of_vllm_are_taken(settings: dict[str, object]) -> None:
         ({"distributed_executor_backend": "uni", "tensor_parallel_size": 2}, "uni is one process, and there are 2"),
         ({"distributed_executor_backend": "ray", "nnodes": 2, "pipeline_parallel_size": 2}, "Ray decides itself"),
         ({"distributed_executor_backend": "ray", "data_parallel_size": 2}, "on one machine so far"),
-        ({"distributed_executor_backend": "ray", "device": "cuda"}, "compute on CPUs so far"),
         ({"distributed_executor_backend": OrderedDict}, "code named in a setting is never run"),
         ({"distributed_executor_backend": "slurm"}, "distributed_executor_backend"),
         ({"worker_use_ray": True}, "it is called --distributed-executor-backend ray"),

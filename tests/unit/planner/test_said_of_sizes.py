@@ -9,6 +9,7 @@ import pytest
 from holdfast import plan
 from holdfast.errors import ConfigurationError
 from holdfast.observability.decisions import said_at_start
+from holdfast.planner.advice.throughput import EXPECTED, step_seconds
 from holdfast.planner.report.answer import PlanAnswer
 
 DENSE, EXPERTS = "llama-3.1-8b", "qwen3-30b-a3b"
@@ -92,8 +93,40 @@ def test_a_server_says_at_start_what_whole_experts_come_to() -> None:
     assert said_at_start("enable_expert_parallel = without effect (set): one rank has all of them")
 
 
-def test_machines_with_gpus_and_ranks_that_do_not_divide_are_refused_in_whole_words() -> None:
-    with pytest.raises(ConfigurationError, match="--nnodes 2 is planned for CPUs so far, and this plan is on h100-80"):
+def test_gpus_of_nodes_are_of_each_and_what_crosses_the_network_is_in_the_time_of_a_step() -> None:
+    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    spread, together = plan(DENSE, gpu="h100-80x2", nnodes=2, **sizes), plan(DENSE, gpu="h100-80x4", **sizes)
+    assert [rank.device.index for rank in spread.fit.ranks] == [0, 1, 2, 3]
+    assert spread.fit.ranks[0].terms == together.fit.ranks[0].terms
+    spec, size = spread.question.model.spec, 2
+    [said] = [one for one in spread.decisions if one.field == "network"]
+    assert said.value == "25 Gbit/s"
+    assert not [one for one in together.decisions if one.field == "network"]
+    more_s = step_seconds(spread.fit, 8, 2048, EXPECTED) - step_seconds(together.fit, 8, 2048, EXPECTED)
+    crossing = 8 * (2 * spec.hidden_size * size + spec.vocab_size * size)
+    assert more_s == pytest.approx(crossing / 3.125e9)
+    holdfast = spread.commands["holdfast"]
+    assert len(holdfast.nodes) == 2
+    assert holdfast.nodes[1].endswith("--nnodes 2 --node-rank 1 --master-addr HEAD --headless")
+
+
+def test_remedies_of_several_nodes_name_no_gpus() -> None:
+    """--gpu is of each node there, and remedies count all of them."""
+    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    spread = plan("llama-3.1-405b", gpu="h100-80x2", nnodes=2, **sizes)
+    assert not spread.fits
+    assert spread.ways_out
+    assert not [way for way in spread.ways_out if "gpu" in way.settings]
+    assert [way for way in plan("llama-3.1-405b", gpu="h100-80x4", **sizes).ways_out if "gpu" in way.settings]
+
+
+def test_gpus_and_ranks_that_do_not_divide_are_refused_in_whole_words() -> None:
+    with pytest.raises(ConfigurationError, match=r"the GPUs of a stage \(-tp 2\) would not be on one node") as refused:
         plan(DENSE, gpu="h100-80x2", tensor_parallel_size=2, nnodes=2)
+    assert refused.value.code == "HF138"
+    assert len(plan(DENSE, gpu="h100-80", tensor_parallel_size=2, pipeline_parallel_size=2, nnodes=2).fit.ranks) == 4
+    with pytest.raises(ConfigurationError, match="each of 2 nodes needs 4 GPUs") as refused:
+        plan(DENSE, gpu="h100-80x2", tensor_parallel_size=2, pipeline_parallel_size=4, nnodes=2)
+    assert refused.value.code == "HF133"
     with pytest.raises(ConfigurationError, match=r"3 ranks \(-tp 1 x -pp 3\) cannot be on 2 nodes"):
         plan(DENSE, device="cpu", ram="100GiB", pipeline_parallel_size=3, nnodes=2)

@@ -307,10 +307,10 @@ def _run(
             engine_config = placed.enter_context(on_ray(engine_config, model.files.name))
         plans = plan_engines(engine_config, model, front_bytes=front, engine_pids=[early.pid])
         tokenizer = open_tokenizer(engine_config, model)
-        engine = open_engine(engine_config, model, tokenizer, plans, on_progress=LoadProgress(), early=early)
+        taken = None if _sees_too_little(asked_config, engine_config) else early
+        engine = open_engine(engine_config, model, tokenizer, plans, on_progress=LoadProgress(), early=taken)
         settings = server_settings(engine_config, server_config, model)
         app = create_app(engine, settings)
-        reach = _reach(listener, server_config, tls=tls is not None)
         return run_server(
             app,
             engine,
@@ -319,11 +319,16 @@ def _run(
             write_timeout_s=server_config.write_timeout,
             max_connections=server_config.max_connections,
             tls=tls,
-            on_ready=lambda: _log_ready(engine, settings, reach),
+            on_ready=lambda: _log_ready(engine, settings, _reach(listener, server_config, tls=tls is not None)),
             on_fatal=lambda error: say_fatal(error, words),
             on_reload=SettingsReload(engine, asked_config, server_config, read_again),
             throughput=None if server_config.disable_log_stats else ThroughputLog(app.state.metrics, engine.stats),
         )
+
+
+def _sees_too_little(asked: EngineConfig, settled: EngineConfig) -> bool:
+    """An engine process that was started before Ray had chosen its GPUs."""
+    return asked.distributed_executor_backend == "ray" and settled.device == "cuda"
 
 
 def _told_meanwhile(

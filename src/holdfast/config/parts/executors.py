@@ -23,8 +23,6 @@ class ExecutorSettings(Protocol):
     def data_parallel_size(self) -> int: ...
     @property
     def nnodes(self) -> int: ...
-    @property
-    def device(self) -> str: ...
 
 
 def _backend(field: str, value: Any) -> str:
@@ -77,12 +75,6 @@ def check_executor(config: ExecutorSettings) -> None:
             f"nnodes is {config.nnodes}, and Ray decides itself how many nodes the ranks are on",
             needed="nnodes or Ray",
             fix="leave --nnodes and --node-rank out",
-        )
-    if backend == "ray" and config.device == "cuda":
-        raise _wrong(
-            "ranks that Ray places compute on CPUs so far",
-            needed="--device cpu",
-            fix="--device cpu, or leave --distributed-executor-backend out",
         )
     if backend == "ray" and config.data_parallel_size > 1:
         raise _wrong(

@@ -101,8 +101,10 @@ class RankGroup:
         """Tells all what to load; returns when those that do not share memory have found one another."""
         hosts = [LOOPBACK] if self._hub is None else [report.host for report in self._hub.reports]
         apart = self._hub is not None or _wants_store(config, plan)
-        self.store = open_store(None, self.size, hosts[0]) if apart else None
+        store = open_store(None, self.size, hosts[0]) if apart else None
         key = secrets.token_bytes(KEY_BYTES)
+        self.meeting = None if store is None else Meeting(store, hosts[0], key, self.timeout_s)
+        """Of this rank, with those that it shares no memory with."""
         starts = [
             messages.StartRank(
                 rank=rank,
@@ -110,7 +112,7 @@ class RankGroup:
                 config={**dataclasses.asdict(config), "node_secret": None},
                 plan=plan,
                 threads=self.threads[rank],
-                store_port=None if self.store is None else self.store.port,
+                store_port=None if store is None else store.port,
                 store_host=hosts[0],
                 host=hosts[self.spread.node_of(rank)],
                 key=key,
@@ -121,10 +123,9 @@ class RankGroup:
             child.connection.send_bytes(messages.encode(starts[child.number]))
         if self._hub is not None:
             self._ranks += self._hub.start(starts, self._segment, self._on_end, self.beat)
-        if self.store is not None and isinstance(self.link, RankLink):  # Those of GPUs are joined later.
+        if self.meeting is not None and isinstance(self.link, RankLink):  # Those of GPUs are joined later.
             self.answers(messages.RankHere)
-            meeting = Meeting(self.store, hosts[0], key, self.timeout_s)
-            self.link.meet(meeting, all_by_gloo=config.disable_custom_all_reduce)
+            self.link.meet(self.meeting, all_by_gloo=config.disable_custom_all_reduce)
 
     @property
     def pids(self) -> list[int]:

@@ -149,12 +149,7 @@ def load_ranks(
             config, files, spec, plan, lambda done, total: progress("load", done, total), threads=cores, beat=beat
         )
         return LoadedRanks(first, None)
-    try:
-        group = RankGroup(config, plan, cores=cores, timeout_s=hung_s(config), beat=beat, hub=hub)
-    except BaseException:
-        if hub is not None:  # However early that was: nodes look for the next engine, which listens where this one did.
-            hub.close(again=True)
-        raise
+    group = start_group(config, plan, cores=cores, timeout_s=hung_s(config), beat=beat, hub=hub)
 
     def loaded(done: int, total: int) -> None:
         group.check()
@@ -178,6 +173,23 @@ def load_ranks(
         group.close()
         raise
     return LoadedRanks(first, group)
+
+
+def start_group(
+    config: EngineConfig,
+    plan: Plan,
+    *,
+    cores: int,
+    timeout_s: float,
+    beat: Callable[[], None] | None,
+    hub: NodeHub | None,
+) -> RankGroup:
+    try:
+        return RankGroup(config, plan, cores=cores, timeout_s=timeout_s, beat=beat, hub=hub)
+    except BaseException:
+        if hub is not None:  # However early that was: nodes look for the next engine, which listens where this one did.
+            hub.close(again=True)
+        raise
 
 
 def find_scales_of_all(

@@ -43,7 +43,7 @@ from holdfast.errors import (
 )
 from holdfast.footprint.cpu import staging_places
 from holdfast.hardware import Memory, Resident, compiled_kernels, memory, memory_holders, processor, resident
-from holdfast.hardware.nvidia import probe
+from holdfast.hardware.nvidia import NvidiaGpu, probe
 from holdfast.kvcache import KVCache, StoredPages, TierLimits
 from holdfast.models import ModelSpec
 from holdfast.models.families.classifier import FROM_TOKENS, TOKEN_IDS
@@ -243,6 +243,13 @@ def plan_again(config: EngineConfig, model: FoundModel, plan: Plan, own_bytes: i
         raise EngineError(
             f"{plan.engine.gpu.name} is no longer available: the driver does not list it", found=plan.engine.gpu.uuid
         )
+    return _planned_for(config, model, plan, gpus)
+
+
+def _planned_for(
+    config: EngineConfig, model: FoundModel, plan: Plan, gpus: Sequence[NvidiaGpu], *, of_ranks: bool = False
+) -> Plan:
+    """`of_ranks`: these are the GPUs of all ranks, on several nodes."""
     from holdfast.planner.serve.gpu_plan import make_gpu_plan
     from holdfast.planner.serve.host_memory import with_host_memory
 
@@ -259,7 +266,10 @@ def plan_again(config: EngineConfig, model: FoundModel, plan: Plan, own_bytes: i
         front_bytes=front_bytes,
         processor=processor(),
         compiled_kernels=compiled_kernels(),
+        of_ranks=of_ranks,
     )
+    if of_ranks:
+        config = replace(config, kv_ram=0, kv_offloading_size=None, swap_space=None)
     return with_host_memory(again, replace(config, ram=ram_share(config)), host, front_bytes)
 
 
@@ -408,8 +418,13 @@ def _build_on_gpus(
     """Of several ranks, each with a GPU."""
     from holdfast.engine.core.loop import EngineCore
     from holdfast.engine.ranks.gpu.together import build_gpu_ranks
+    from holdfast.engine.ranks.nodes.open import join_gpu_nodes
 
-    built = build_gpu_ranks(config, model.files, model.spec, plan, progress, beat)
+    def planned(gpus: Sequence[NvidiaGpu]) -> Plan:
+        return _planned_for(config, model, plan, gpus, of_ranks=True)
+
+    hub, plan = join_gpu_nodes(config, model.files, plan, progress, planned)
+    built = build_gpu_ranks(config, model.files, model.spec, plan, progress, beat, hub)
     ahead, staged = built.steps_ahead, bool(built.plan.engine.stages)
     scheduler = _scheduler(config, built.plan, steps_ahead=ahead, apart=staged)
     core = EngineCore(scheduler, built.runner, steps_ahead=ahead, vram=built.vram, check_ranks=built.runner.check_ranks)

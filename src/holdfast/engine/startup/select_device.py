@@ -44,6 +44,11 @@ def settle_device(
             "pipeline_parallel_size %d: stages were run on one H200 so far, never on several GPUs; compare with one",
             settled.pipeline_parallel_size,
         )
+    if settled.device == "cuda" and settled.nnodes > 1:
+        log.warning(
+            "nnodes %d: ranks on GPUs of several machines have run with stand-ins for GPUs so far; compare with one",
+            settled.nnodes,
+        )
     if settled.device == "cuda" and settled.offload_backend == "uva" and not settled.cpu_offload_gb:
         log.warning(
             "offload_backend uva has no effect without --cpu-offload-gb: layers that do not fit on the GPU are streamed"
@@ -69,8 +74,8 @@ def _settled(config: EngineConfig, here: NvidiaMachine | None, build: TorchBuild
         if settled.data_parallel_size > 1:
             for number in range(settled.data_parallel_size):
                 gpus_share(settled, machine.gpus, number)
-        elif ranks > 1:
-            gpus_of_ranks(machine.gpus, ranks)
+        elif ranks > 1 and settled.distributed_executor_backend != "ray":  # Which chooses among those of all nodes.
+            gpus_of_ranks(machine.gpus, ranks // settled.nnodes, nodes=settled.nnodes)
         return settled
     if config.device == "cuda" or config.vram is not None:
         raise problem

@@ -79,10 +79,10 @@ def _alone(device: Device) -> bool:
 
 
 def more_gpus(found: Plan, offered: Sequence[Remedy]) -> Iterator[Iterable[Change]]:
-    """The fewest that hold it as it is, and quantized where that takes fewer."""
+    """The fewest that hold it as it is, and quantized where that takes fewer. Not of several nodes."""
     before, devices = len(offered), found.question.machine.devices
     fixed = any(_alone(device) or (device.gpu is not None and device.gpu.of_laptop) for device in devices)
-    if found.question.machine.kind == "gpu" and not fixed:
+    if found.question.machine.kind == "gpu" and not fixed and found.question.settings.nodes == 1:
         for variant, question in _models(found):
             below = len(offered[-1].fit.ranks) if len(offered) > before else None
             yield _layouts(question, variant, below)
@@ -226,8 +226,9 @@ def _streamed(variant: Variant | None, question: Question) -> Change | None:
 
 def bigger_gpu(found: Plan, offered: Sequence[Remedy]) -> Iterator[Iterable[Change]]:
     """The smallest that holds it as it is, and the smallest for the fewest bits where that is smaller; of those that
-    are easily had where one of them does. Of a chip with the machine's RAM, the same with more, then others such."""
-    if found.question.machine.kind != "gpu":
+    are easily had where one of them does. Of a chip with the machine's RAM, the same with more, then others such. Not
+    of several nodes."""
+    if found.question.machine.kind != "gpu" or found.question.settings.nodes > 1:
         return
     one_gpu = len(found.question.machine.devices) == 1
     before, (whole, *quantized) = len(offered), _models(found, one_gpu=one_gpu)

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from holdfast.planner.advice.throughput import (
     EXPECTED,
-    GB,
     HIGH,
     LOW,
     NVME_GB_S,
@@ -26,6 +25,7 @@ from holdfast.planner.advice.throughput import (
     throughput,
     usual_context,
 )
+from holdfast.planner.fit.network import GB
 from holdfast.planner.fit.placement import STREAMED_TOKENS, Placement
 from holdfast.planner.fit.search import Plan
 from holdfast.planner.sizing.sharded_weights import layer_bytes, rank_bytes, weights_of

@@ -22,11 +22,11 @@ from holdfast.hardware.gpus import Gpu
 from holdfast.models import ModelSpec, TensorSpec
 from holdfast.planner.advice.expert_speed import ExpertSpeed, MlpSpeed, expert_speed, mlp_speed
 from holdfast.planner.fit.count import streamed_on_gpu
+from holdfast.planner.fit.network import GB, network_s
 from holdfast.planner.fit.search import Plan
 from holdfast.planner.sizing.kv_cost import KVCost
 from holdfast.planner.sizing.sharded_weights import DTYPE_BYTES, Weight, rank_bytes, stage_layers, weights_of
 
-GB = 10**9
 NVME_GB_S = 3.0
 """Assumed of a disk that was not measured: large reads of an ordinary NVMe drive on PCIe 3 or 4; good ones do twice."""
 BATCHES = (1, 8, 32)
@@ -472,8 +472,8 @@ def _slowest(fit: Plan, stages: list[Stage], work: StepWork, efficiency: Efficie
 
 
 def _step_s(fit: Plan, stages: list[Stage], work: StepWork, efficiency: Efficiency) -> float:
-    turns = len(stages) if work.prompt is None else 1
-    return turns * _stage_s(_slowest(fit, stages, work, efficiency))
+    turns, answers = (len(stages), work.tokens) if work.prompt is None else (1, 0)
+    return turns * _stage_s(_slowest(fit, stages, work, efficiency)) + network_s(fit, work.tokens, answers)
 
 
 LIMITS = {

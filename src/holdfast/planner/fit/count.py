@@ -206,7 +206,8 @@ def _engine_share(question: Question, device: Device, limits: Limits, held: int)
         layout = shares.gpu_kv_layout(block_tokens=settings.block_tokens, kv_dtype=kv_dtype(question, 1))
         # The first place has most; of stages all layers, any of which may be the widest.
         spec = rank_spec(spec, None, shares.shards[0] if shares.shards else None)
-        ranked, adapted = shares.gpu_terms(limits, dtype=dtype), tuple(one.spec for one in shares.weights)
+        ranked = shares.gpu_terms(limits, dtype=dtype, nodes=settings.nodes)
+        adapted = tuple(one.spec for one in shares.weights)
         largest = max(largest, shares.gpu_staging_bytes(dtype=dtype))
     found = byte_terms.engine_gpu_terms(
         spec,

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from holdfast.config.nodes import WRONG_NODES
 from holdfast.config.plan import PlanConfig
+from holdfast.config.unsupported import NOT_WITH_RANKS
 from holdfast.errors import ConfigurationError
 from holdfast.observability.decisions import Decision
 from holdfast.planner.inputs.question import Machine, Traffic
@@ -66,18 +67,10 @@ def _share_of_cpu(machine: Machine, replicas: int) -> tuple[Machine, tuple[Decis
 
 
 def all_machines(machine: Machine, config: PlanConfig) -> tuple[Machine, tuple[Decision, ...]]:
-    """The memory and cores of so many machines as the one that is described, for one model on CPUs."""
+    """The GPUs, or the memory and cores, of so many machines as the one that is described, for one model."""
     nodes, ranks = config.nnodes, ranks_of_a_replica(config)
     if nodes == 1:
         return machine, ()
-    if machine.kind != "cpu":
-        raise ConfigurationError(
-            f"--nnodes {nodes} is planned for CPUs so far, and this plan is on {machine.devices[0].name}",
-            code=WRONG_NODES,
-            needed="--device cpu",
-            fix="--device cpu; or leave --nnodes out and name the GPUs of all machines together, as --gpu h100-80x16",
-            field="nnodes",
-        )
     if ranks % nodes:
         size, stages = config.tensor_parallel_size or 1, config.pipeline_parallel_size or 1
         raise ConfigurationError(
@@ -87,6 +80,8 @@ def all_machines(machine: Machine, config: PlanConfig) -> tuple[Machine, tuple[D
             fix=f"-pp {nodes}, with -tp for the ranks of one node",
             field="nnodes",
         )
+    if machine.kind == "gpu":
+        return _gpus_of_all(machine, config)
     devices = tuple(
         replace(
             device,
@@ -99,6 +94,36 @@ def all_machines(machine: Machine, config: PlanConfig) -> tuple[Machine, tuple[D
     reason = "each as large as this one"
     said = Decision("nnodes", counted(nodes, "node"), reason, "set")
     return replace(machine, devices=devices, cores=machine.cores * nodes), (said,)
+
+
+def _gpus_of_all(machine: Machine, config: PlanConfig) -> tuple[Machine, tuple[Decision, ...]]:
+    """As many GPUs of each node as it has ranks; numbered through, in the order of ranks."""
+    nodes, each, size = config.nnodes, ranks_of_a_replica(config) // config.nnodes, config.tensor_parallel_size or 1
+    if each % size:
+        raise ConfigurationError(
+            f"the GPUs of a stage (-tp {size}) would not be on one node: {counted(each, 'rank')} on each of {nodes}",
+            code=NOT_WITH_RANKS,
+            needed="stages that lie on one node each",
+            fix=f"-pp {nodes}, with -tp for the GPUs of one node; or leave --nnodes out and name the GPUs of all"
+            " machines together, as --gpu h100-80x16",
+            field="tensor_parallel_size",
+        )
+    if len(machine.devices) < each:
+        raise ConfigurationError(
+            f"each of {nodes} nodes needs {counted(each, 'GPU')}",
+            code=TOO_FEW_DEVICES,
+            needed=counted(each, "GPU"),
+            found=f"{len(machine.devices)}: {', '.join(device.name for device in machine.devices)}",
+            fix=f"--gpu with x{each}, which is of each node, or smaller -tp and -pp",
+            field="nnodes",
+        )
+    devices = tuple(
+        replace(device, index=node * each + place)
+        for node in range(nodes)
+        for place, device in enumerate(machine.devices[:each])
+    )
+    said = Decision("nnodes", counted(nodes, "node"), f"each with {counted(each, 'such GPU')}", "set")
+    return replace(machine, devices=devices, aside=()), (said,)
 
 
 def share_of_a_replica(traffic: Traffic | None, config: PlanConfig) -> Traffic | None:

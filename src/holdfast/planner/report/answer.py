@@ -21,6 +21,7 @@ from holdfast.planner.engines.command import Command
 from holdfast.planner.engines.commands import commands, parse_engine
 from holdfast.planner.engines.vllm_command import vllm_command
 from holdfast.planner.fit.expert_placement import place_larger, place_larger_by_hand, wants_offload
+from holdfast.planner.fit.network import network_said
 from holdfast.planner.fit.placement import may_stream, pinned_room
 from holdfast.planner.fit.search import Plan, Question, Rank, describe_budget, describe_devices, fit
 from holdfast.planner.report.findings import PlanFindings
@@ -102,6 +103,7 @@ def answer(question: Question, *, engine: str | None = None) -> PlanAnswer:
         decisions=(
             *found.decisions,
             *_budgets(found),
+            *network_said(found),
             *(_kv_ram(found) if fits and offload is None and name in (None, "holdfast") else ()),
             *_as_the_engine(printed.get(name or ""), vllm),
         ),
@@ -177,7 +179,8 @@ def _budgets(found: Plan) -> list[Decision]:
     for (name, value), ranks in groups.items():
         device = ranks[0].device
         source = "measured" if device.measured else "catalogue" if device.gpu is not None else "set"
-        each = f" on each of {len(ranks)}{' nodes' if found.question.settings.nodes > 1 else ''}"
+        nodes = found.question.settings.nodes > 1 and device.kind == "cpu"
+        each = f" on each of {len(ranks)}{' nodes' if nodes else ''}"
         every = "" if len(ranks) == 1 else each
         decisions.append(Decision("budget", value, f"usable memory of {name}{every}", source))
     return decisions

@@ -78,8 +78,9 @@ def _titled(title: str, body: Iterable[str], paint: Paint) -> list[str]:
 
 def _headline(answer: PlanFindings, width: int, paint: Paint) -> Iterator[str]:
     found, model = answer.fit, answer.question.model
-    where = describe_devices([rank.device for rank in found.ranks])
     nodes = answer.question.settings.nodes
+    of_one = found.ranks[: max(1, len(found.ranks) // nodes)]
+    where = describe_devices([rank.device for rank in of_one])
     where = f"{nodes} nodes, each with {where}" if nodes > 1 else where
     if answer.lacks:
         verdict, code = f"fits, but {_lacking(answer)}", "1;33"
@@ -167,7 +168,7 @@ def sizes(answer: PlanFindings, rank: Rank) -> dict[str, int]:
 def _rank(answer: PlanFindings, group: list[Rank], width: int, paint: Paint) -> Iterator[str]:
     rank = group[0]
     device, parts = rank.device, sizes(answer, rank)
-    several = answer.question.settings.nodes > 1
+    several = answer.question.settings.nodes > 1 and device.kind == "cpu"
     kind = "Node" if several else "GPU" if device.kind == "gpu" else "CPU"
     numbers = str(device.index) if len(group) == 1 else f"{device.index}-{group[-1].device.index}"
     of = f"{format_bytes(device.total_bytes)}, budget {format_bytes(rank.budget_bytes)}"

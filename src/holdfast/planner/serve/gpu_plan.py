@@ -33,7 +33,15 @@ from holdfast.planner.inputs.question import CPU_USEFUL_TOKENS, Machine, Planned
 from holdfast.planner.models.requested import requested
 from holdfast.planner.serve import refusals
 from holdfast.planner.serve.cpu_plan import planned_model, without_tensors
-from holdfast.planner.serve.gpu_ranks import choice_of, gpus_of_ranks, rank_decision, require_same, tightest
+from holdfast.planner.serve.gpu_ranks import (
+    choice_of,
+    gpus_of_nodes,
+    of_node,
+    rank_decision,
+    require_alike,
+    require_same,
+    tightest,
+)
 from holdfast.planner.serve.offload import alternative, host_share, with_offload
 from holdfast.planner.serve.ranks import expert_parallel_said, refuse_with_ranks
 from holdfast.planner.serve.settle import longest_context
@@ -96,16 +104,20 @@ def make_gpu_plan(
     front_bytes: int = 0,
     processor: Processor | None = None,
     compiled_kernels: bool = True,
+    of_ranks: bool = False,
 ) -> Plan:
     """`stored`: the checkpoint's tensors by canonical name; None: dummies. `gguf`: they are of a GGUF file. `host`: RAM
     that layers may wait in which the GPU does not hold, less `front_bytes` of the process in front of the engine's;
     None: none. `processor`: of the host (None: this one), which may compute what waits there where it has
-    `compiled_kernels`."""
+    `compiled_kernels`. `of_ranks`: `gpus` are those of all ranks, in their order, on however many nodes."""
     refuse_with_ranks(config, spec, stored, compiled_kernels=compiled_kernels)
     model_made = planned_model(spec, stored, name)
     ranks = config.tensor_parallel_size * config.pipeline_parallel_size
     if ranks > 1:  # Of several engines each is given its own already.
-        gpus, host = gpus_of_ranks(gpus, ranks) if config.data_parallel_size == 1 else gpus, None
+        if not of_ranks and config.data_parallel_size == 1:
+            gpus = gpus_of_nodes(gpus, ranks, config.nnodes)
+        require_alike(gpus)
+        host = None
         if config.tensor_parallel_size > 1 and any(tensor.experts for tensor in spec.tensors):
             require_same(gpus)
 
@@ -119,7 +131,7 @@ def make_gpu_plan(
             share = host_share(host, own, found, front_bytes, processor=there, computes=compiled_kernels)
             found = with_offload(found, tried, share)
         if not found.fits:
-            raise _refusal(found)
+            raise _refusal(found, tried.nnodes)
         chosen, decision = (gpus[0], _ranks_decision(gpus, tried)) if ranks > 1 else choose_gpu(gpus)
         found = _with_pool(found, tried, chosen, decision)
         return without_tensors(_with_ranks(found, tried, gpus) if ranks > 1 else found)
@@ -148,15 +160,16 @@ def _gpu_plan(
     check_type(config.dtype, spec)
     _check_kernels(spec, config)
     chosen, _ = choose_gpu(gpus)
-    device = measured_device(0, chosen)
+    device, where = measured_device(0, chosen), ""
     if config.tensor_parallel_size * config.pipeline_parallel_size > 1:
         rank, device = tightest(gpus, config.gpu_memory_utilization)
         chosen = replace(gpus[rank], free_bytes=device.free_bytes)
+        where = of_node(rank, len(gpus), config.nnodes)
     _check_layouts(model, chosen)
-    device = replace(device, budget_bytes=config.vram, limited_by=f"GPU {chosen.index}")
+    device = replace(device, budget_bytes=config.vram, limited_by=f"GPU {chosen.index}{where}")
     if config.vram is not None and config.vram > chosen.free_bytes:
         raise refusals.PlanRefusal(
-            f"a budget of {format_bytes(config.vram)} was requested, but less is free on {chosen.name}",
+            f"a budget of {format_bytes(config.vram)} was requested, but less is free on {chosen.name}{where}",
             needed=format_bytes(config.vram),
             found=f"{format_bytes(chosen.free_bytes)}"
             + (f"; others hold: {', '.join(device.held_by)}" if device.held_by else ""),
@@ -173,6 +186,7 @@ def _gpu_plan(
             max_lora_rank=config.lora_rank,
             ranks=config.tensor_parallel_size,
             stages=config.pipeline_parallel_size,
+            nodes=config.nnodes,
             expert_parallel=config.enable_expert_parallel and config.tensor_parallel_size > 1,
             expert_placement=config.expert_placement_strategy,
             front_bytes=front_bytes,
@@ -284,7 +298,7 @@ def _with_pool(found: Plan, config: EngineConfig, chosen: NvidiaGpu, decision: D
 
 def _ranks_decision(gpus: Sequence[NvidiaGpu], config: EngineConfig) -> Decision:
     rank, _ = tightest(gpus, config.gpu_memory_utilization)
-    return rank_decision(gpus, rank)
+    return rank_decision(gpus, rank, config.nnodes)
 
 
 def _shares(weights: EngineWeights, config: EngineConfig, found: Plan) -> RankShares:
@@ -360,13 +374,14 @@ def _within_pool(plan: Plan) -> Plan:
     )
 
 
-def _refusal(found: Plan) -> refusals.PlanRefusal:
+def _refusal(found: Plan, nodes: int) -> refusals.PlanRefusal:
     rank = found.ranks[0]
     needed = ", ".join(f"{term.name} {format_bytes(term.nbytes)}" for term in rank.terms)
     kv = found.needed_bytes(rank)
     others = f"; others hold: {', '.join(rank.device.held_by)}" if rank.device.held_by else ""
+    where = f" ({rank.device.limited_by})" if nodes > 1 else ""
     return refusals.PlanRefusal(
-        f"{found.question.model.name} does not fit on {rank.device.name}",
+        f"{found.question.model.name} does not fit on {rank.device.name}{where}",
         needed=f"{needed}, and {format_bytes(kv)} for the KV of {counted(found.required_tokens, 'token')}",
         found=f"{format_bytes(rank.budget_bytes)} of budget ({describe_budget(rank, found.utilization)}): "
         f"{format_bytes(found.short_bytes)} short{others}",

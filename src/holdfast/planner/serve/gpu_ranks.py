@@ -22,20 +22,30 @@ TOO_FEW_GPUS = "HF133"
 
 
 def gpus_of_ranks(
-    gpus: Sequence[NvidiaGpu], ranks: int, environment: Mapping[str, str] | None = None
+    gpus: Sequence[NvidiaGpu], ranks: int, environment: Mapping[str, str] | None = None, *, nodes: int = 1
 ) -> tuple[NvidiaGpu, ...]:
-    """One for each rank, in order: as RANK_GPUS names them, or the visible ones from the first on. Raises
-    ConfigurationError where it does not name each, one is not there, or they are not alike."""
+    """One for each rank, in order: as RANK_GPUS names them, or the visible ones from the first on. `ranks`: of this
+    node, where there are several `nodes`. Raises ConfigurationError where it does not name each, one is not there, or
+    they are not alike."""
     listed = (os.environ if environment is None else environment).get(RANK_GPUS)
     if listed is None:
         if len(gpus) < ranks:
-            raise _too_few(gpus, ranks)
+            raise _too_few(gpus, ranks, nodes)
         chosen = tuple(gpus[:ranks])
         require_alike(chosen)
         return chosen
     chosen = named_gpus(gpus, listed, ranks, "-tp times -pp")
     require_alike(chosen)
     return chosen
+
+
+def gpus_of_nodes(
+    gpus: Sequence[NvidiaGpu], ranks: int, nodes: int, environment: Mapping[str, str] | None = None
+) -> tuple[NvidiaGpu, ...]:
+    """The same of several nodes before others are known, as if each had such GPUs as this one."""
+    own = gpus_of_ranks(gpus, ranks // nodes, environment, nodes=nodes)
+    others = (replace(gpu, uuid=f"{gpu.uuid}, of node {node}", processes=()) for node in range(1, nodes) for gpu in own)
+    return (*own, *others)
 
 
 def named_gpus(gpus: Sequence[NvidiaGpu], listed: str, ranks: int, times: str) -> tuple[NvidiaGpu, ...]:
@@ -60,12 +70,14 @@ def choice_of(gpu: NvidiaGpu) -> GpuChoice:
     return GpuChoice(index=gpu.index, uuid=gpu.uuid, name=gpu.name, engines=gpu.engines)
 
 
-def _too_few(gpus: Sequence[NvidiaGpu], ranks: int) -> ConfigurationError:
-    sizes = "-tp 1" if len(gpus) == 1 else f"-tp times -pp of 1 to {len(gpus)}"
+def _too_few(gpus: Sequence[NvidiaGpu], ranks: int, nodes: int) -> ConfigurationError:
+    sizes, where = "-tp 1" if len(gpus) == 1 else f"-tp times -pp of 1 to {len(gpus)}", ""
+    if nodes > 1:
+        sizes, where = "more nodes, or smaller -tp and -pp", " of this node"
     return ConfigurationError(
-        f"rank {len(gpus)} has no GPU: {counted(ranks, 'rank')}, and {counted(len(gpus), 'visible GPU')}",
+        f"rank {len(gpus)}{where} has no GPU: {counted(ranks, 'rank')}, and {counted(len(gpus), 'visible GPU')}",
         code=TOO_FEW_GPUS,
-        needed=f"a GPU for each rank; with these {sizes}",
+        needed="a GPU for each rank" + (f"; with these {sizes}" if nodes == 1 else ""),
         found=_shown(gpus),
         fix=f"{sizes}; or make more GPUs visible (CUDA_VISIBLE_DEVICES); or ranks on the CPU: --device cpu",
         field="tensor_parallel_size",
@@ -131,11 +143,17 @@ def tightest(gpus: Sequence[NvidiaGpu], utilization: float) -> tuple[int, Device
     return rank, measured_device(0, parts[rank])
 
 
-def rank_decision(gpus: Sequence[NvidiaGpu], rank: int) -> Decision:
-    """For people to read. `rank`: the one that the plan is made for."""
+def of_node(rank: int, ranks: int, nodes: int) -> str:
+    """For people; nothing where there is one."""
+    return f" of node {rank * nodes // ranks}" if nodes > 1 else ""
+
+
+def rank_decision(gpus: Sequence[NvidiaGpu], rank: int, nodes: int = 1) -> Decision:
+    """For people to read. `rank`: the one that the plan is made for. `nodes`: on which they are, as many on each."""
     places = ", ".join(str(gpu.index) for gpu in gpus)
     rows = "; ".join(
-        f"rank {number} has GPU {gpu.index}, {format_bytes(gpu.free_bytes)} of {format_bytes(gpu.total_bytes)} free"
+        f"rank {number} has GPU {gpu.index}{of_node(number, len(gpus), nodes)}, {format_bytes(gpu.free_bytes)} of"
+        f" {format_bytes(gpu.total_bytes)} free"
         for number, gpu in enumerate(gpus)
     )
     short = "" if len({gpu.free_bytes for gpu in gpus}) == 1 else f"; rank {rank} has the least"

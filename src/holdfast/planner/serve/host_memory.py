@@ -10,6 +10,7 @@ from dataclasses import replace
 from holdfast.config import EngineConfig
 from holdfast.errors import DoesNotFitError
 from holdfast.footprint import lora
+from holdfast.footprint.gpu import node_lines_bytes
 from holdfast.footprint.streamed import ENTRY_BYTES, PAGE_BYTES, TABLE_BYTES, page_tables_bytes
 from holdfast.footprint.structured_output import FEW_CORES, forms_bytes
 from holdfast.hardware import Memory
@@ -32,7 +33,10 @@ def with_host_memory(plan: Plan, config: EngineConfig, machine: Memory, front_by
         said = "maximum host RAM for structured output; a request whose grammar does not fit waits"
         decision = Decision("structured_outputs", format_bytes(forms), said, "planner")
         plan = replace(plan, decisions=(*plan.decisions, decision))
-    pinned = _pinned_bytes(plan)
+    lines = _node_lines_bytes(plan, config)
+    if lines:
+        plan = _with_node_lines(plan, machine, lines, front_bytes + forms)
+    pinned = _pinned_bytes(plan) + lines
     others = front_bytes + forms + pinned
     one = _one_adapter_bytes(plan, config) if config.lora_copies else 0
     room, beside = _room(config, machine, others, pinned)
@@ -55,6 +59,24 @@ def _room(config: EngineConfig, machine: Memory, others: int, pinned: int) -> tu
     if config.ram is not None and config.ram - pinned < room:
         return config.ram - pinned, f"of --ram {format_bytes(config.ram)}"
     return room, "beside the server and what else is pinned" if pinned else "beside the server"
+
+
+def _node_lines_bytes(plan: Plan, config: EngineConfig) -> int:
+    engine = plan.engine
+    return node_lines_bytes(engine.stream_bytes, engine.answer_bytes, plan.tensor_parallel, config.nnodes)
+
+
+def _with_node_lines(plan: Plan, machine: Memory, lines: int, others: int) -> Plan:
+    if others + HOST_ENGINE_BYTES + lines > machine.available_bytes:
+        raise DoesNotFitError(
+            "what stages hand on to other nodes does not fit in RAM, where it passes through",
+            needed=f"{format_bytes(lines)}, pinned, beside {format_bytes(others + HOST_ENGINE_BYTES)} of the server",
+            found=f"{format_bytes(machine.available_bytes)} free ({machine.limited_by})",
+            fix="a smaller --max-num-batched-tokens",
+            field="max_num_batched_tokens",
+        )
+    said = "host RAM of each node through which stages hand on to others; pinned while it serves"
+    return replace(plan, decisions=(*plan.decisions, Decision("node_lines", format_bytes(lines), said, "planner")))
 
 
 def _pinned_bytes(plan: Plan) -> int:

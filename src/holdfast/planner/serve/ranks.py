@@ -106,6 +106,13 @@ def _of_gpus(config: EngineConfig, spec: ModelSpec, stored: Mapping[str, StoredT
     if config.pipeline_parallel_size > 1:
         yield from _of_gpu_stages(config)
     divided = config.tensor_parallel_size > 1
+    size, ranks = config.tensor_parallel_size, config.tensor_parallel_size * config.pipeline_parallel_size
+    if divided and ranks // config.nnodes % size:
+        reason = (
+            f"on {config.nnodes} nodes the GPUs of a stage would not be on one: they add up over CUDA IPC, which does"
+            " not leave a machine, and not by NCCL between nodes yet"
+        )
+        yield "tensor_parallel_size", reason, f"-pp {config.nnodes}, with -tp for the GPUs of one node, or --device cpu"
     if divided and spec.decoder.query_key_norm == "whole":
         reason = "this model norms the queries of all heads together, which ranks on GPUs do not yet"
         yield "tensor_parallel_size", reason, ONE_RANK
@@ -129,8 +136,10 @@ def _of_gpu_stages(config: EngineConfig) -> Iterator[_Reason]:
     if config.disable_custom_all_reduce:
         reason = "stages on GPUs hand on over CUDA IPC, which --disable-custom-all-reduce rules out"
         yield "disable_custom_all_reduce", reason, f"leave --disable-custom-all-reduce out, or {ONE_RANK}"
-    if (ranks := config.tensor_parallel_size * config.pipeline_parallel_size) > MOST_EXCHANGE_RANKS:
-        reason = f"{ranks} ranks on GPUs are more than the {MOST_EXCHANGE_RANKS} that map one another's memory"
+    ranks = config.tensor_parallel_size * config.pipeline_parallel_size // config.nnodes
+    if ranks > MOST_EXCHANGE_RANKS:
+        where = " of one node" if config.nnodes > 1 else ""
+        reason = f"{ranks} ranks on GPUs{where} are more than the {MOST_EXCHANGE_RANKS} that map one another's memory"
         yield "pipeline_parallel_size", reason, "smaller sizes"
 
 

@@ -109,16 +109,17 @@ class RankShares:
         vocab = max(shard.vocab_rows for shard in self.shards)
         return gpu.exchange_slot_bytes(self.spec.hidden_size, limits.max_num_batched_tokens, vocab, dtype=dtype)
 
-    def gpu_terms(self, limits: Limits, *, dtype: str) -> tuple[Term, ...]:
-        """Of a rank on its GPU, beside what one alone would have."""
+    def gpu_terms(self, limits: Limits, *, dtype: str, nodes: int = 1) -> tuple[Term, ...]:
+        """Of a rank on its GPU, beside what one alone would have. What goes to another node lies in RAM."""
         exchange = 0
         if self.shards:
             exchange += gpu.exchange_memory_bytes(self.gpu_slot_bytes(limits, dtype=dtype))
             vocab, ranks = self.shards[0].vocab_rows, len(self.shards)
             exchange += gpu.beside_ranks_bytes(self.spec, limits, vocab, ranks, dtype=dtype)
         if self.stages:
-            slots = self.stream_bytes(limits, dtype=dtype), self.gpu_answer_bytes(limits, dtype=dtype)
-            exchange += gpu.line_memory_bytes(max(slots))
+            stream = self.stream_bytes(limits, dtype=dtype) if len(self.stages) > nodes else 0
+            answer = self.gpu_answer_bytes(limits, dtype=dtype) if nodes == 1 else 0
+            exchange += gpu.line_memory_bytes(max(stream, answer))
         return (Term(EXCHANGE, exchange),)
 
     def gpu_answer_bytes(self, limits: Limits, *, dtype: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import socket
 import sys
 import time
@@ -13,8 +14,11 @@ from free_ports import free_port
 
 import holdfast
 from holdfast.config import EngineConfig
-from holdfast.engine.ranks.ray_cluster import address, driver, launch
+from holdfast.engine.ranks.ray_cluster import address, driver, launch, messages
+from holdfast.engine.startup.select_device import settle_device
 from holdfast.errors import ConfigurationError, EngineError
+from holdfast.hardware.nvidia import NvidiaGpu, NvidiaMachine
+from holdfast.hardware.torch_build import TorchBuild
 
 CONFIG = EngineConfig(tensor_parallel_size=2, distributed_executor_backend="ray", device="cpu")
 SOON_S = 10.0
@@ -168,3 +172,23 @@ def test_a_port_that_somebody_has_is_not_chosen() -> None:
     port = launch._free_port()
     with socket.create_server(("", port)):
         assert launch._free_port() != port
+
+
+def test_gpus_that_ray_has_chosen_are_those_that_are_visible_until_the_end(monkeypatch) -> None:
+    """To engine processes that are started meanwhile; on another node Ray shows them to the agent itself."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    nodes = launch.RayNodes.__new__(launch.RayNodes)
+    monkeypatch.setattr(launch.RayNodes, "_run", lambda self: None)
+    nodes.__init__(EngineConfig(tensor_parallel_size=2, distributed_executor_backend="ray", device="cuda"), "a model")
+    assert nodes._asked().kind == "GPU"
+    nodes._hear(messages.Placed(nodes=1, address="10.0.0.1", amount=2, names=["a"], gpus=["3", "1"]))
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "3,1"
+    nodes.close()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
+
+
+def test_how_many_gpus_this_node_has_is_no_reason_to_refuse_what_ray_places() -> None:
+    gpu = NvidiaGpu(index=0, uuid="GPU-0", name="one", total_bytes=1, free_bytes=1, capability=(9, 0))
+    here, build = NvidiaMachine(gpus=(gpu,), cuda=(13, 0)), TorchBuild("2.11", "13.0")
+    config = EngineConfig(pipeline_parallel_size=2, distributed_executor_backend="ray")
+    assert settle_device(config, here=here, build=build).device == "cuda"

@@ -63,6 +63,15 @@ def test_gpus_are_reserved_one_a_rank() -> None:
     assert place([home, other], "a", Wanted(2, 1, "GPU")).amount == 2  # Not all that there are.
 
 
+def test_gpus_of_a_stage_are_on_one_node() -> None:
+    cluster = [node("a", 64, 2), node("b", 64, 2)]
+    assert place(cluster, "a", Wanted(2, 2, "GPU")).nodes == 2
+    with pytest.raises(ConfigurationError, match="no room for 4 ranks") as refused:
+        place(cluster, "a", Wanted(4, 1, "GPU"))
+    assert refused.value.needed == "free GPUs: 4 here"
+    assert place([node("a", 2), node("b", 2)], "a", Wanted(4, 1)).nodes == 2, "CPUs may be on several"
+
+
 def test_threads_that_were_set_are_what_a_node_must_have() -> None:
     cluster = [node("a", 4), node("b", 2)]
     assert place(cluster, "a", Wanted(2, 1, threads=3)).amount == 3

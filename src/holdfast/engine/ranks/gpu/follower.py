@@ -12,6 +12,7 @@ from holdfast.engine.startup.build import find_model
 from holdfast.errors import EngineDiedError, EngineError
 from holdfast.execution.gpu.memory.oom import is_shortage
 from holdfast.execution.parallel.gpu.staged_runner import StagedGpuRunner
+from holdfast.execution.parallel.rank_link import Meeting
 from holdfast.execution.parallel.sockets.gloo import open_store
 from holdfast.records import AdapterArrival, StepPlan
 
@@ -29,8 +30,10 @@ class GpuFollower(Follower):
         against = told.against or opened.open_peers(told.handles)
         self._say(messages.RankJoined(against))
         told = messages.decode_join(self._answers.recv_bytes())
-        store = None if start.store_port is None else open_store(start.store_port, start.size)
-        joined = opened.join(store, told.against, START_LIMIT_S)
+        meeting = None
+        if start.store_port is not None:
+            meeting = Meeting(open_store(start.store_port, start.size, start.store_host), start.host, start.key)
+        joined = opened.join(meeting, told.against, START_LIMIT_S, self._look)
         model = find_model(config, progress=False, text=False)
         self._files = model.files
         self._member = load_gpu_rank(config, model.files, model.spec, start.plan, opened, joined, self._say_loading)

@@ -21,6 +21,7 @@ from holdfast.execution.lora.slots import LoraLimits
 from holdfast.execution.parallel.gpu.exchange import ExchangeCollectives
 from holdfast.execution.parallel.gpu.lines import ExchangeLines, LineTo
 from holdfast.execution.parallel.gpu.nccl import NcclCollectives, nccl_available
+from holdfast.execution.parallel.gpu.node_lines import NodeLine, NodeLineIn, NodeLineOut, pinned_line
 from holdfast.execution.parallel.gpu.peer_memory import PeerMemory
 from holdfast.execution.parallel.gpu.share import GpuRankShare
 from holdfast.execution.parallel.gpu.stage import GpuStage, rank_before, rank_behind
@@ -31,7 +32,11 @@ from holdfast.execution.parallel.gpu.together import (
     SmallAndLarge,
     against_exchange,
 )
+from holdfast.execution.parallel.rank_link import Meeting
+from holdfast.execution.parallel.segment import Watch
 from holdfast.execution.parallel.sockets.gloo import Store
+from holdfast.execution.parallel.sockets.spread import Spread
+from holdfast.execution.parallel.sockets.stage_lines import connect_ranks
 from holdfast.execution.weights.load import load_weights
 from holdfast.footprint.gpu import exchange_memory_bytes, line_memory_bytes
 from holdfast.hardware.nvidia import probe
@@ -49,6 +54,8 @@ class OpenedGpu:
 
     def __init__(self, config: EngineConfig, plan: Plan, rank: int) -> None:
         self.rank, self._plan, self._uuids = rank, plan, [gpu.uuid for gpu in plan.engine.rank_gpus]
+        self._spread = Spread(plan.engine.rank_count, max(1, len(plan.engine.stages)), config.nnodes)
+        self._node = self._spread.ranks_of(self._spread.node_of(rank))
         uuid, sharing = self._uuids[rank], self._uuids.count(self._uuids[rank])
         not_ours, free_bytes = held_before(uuid), plan.device.free_bytes * sharing
         if sharing == 1:  # Ranks of one GPU may have begun to fill it.
@@ -59,8 +66,11 @@ class OpenedGpu:
         self.context = self.memory.held()
         self.memory.watch_tensors()
         self._peers: PeerMemory | None = None
-        self.against = against_exchange(self._uuids, disabled=config.disable_custom_all_reduce)
-        if not self.against:
+        beside_it = [self._uuids[other] for other in self._node]
+        self.against = ""
+        if len(beside_it) > 1:  # On a node of its own a rank maps nobody's memory.
+            self.against = against_exchange(beside_it, disabled=config.disable_custom_all_reduce)
+        if not self.against and len(beside_it) > 1:
             try:
                 self._peers = PeerMemory(self._exchange_bytes() + self._lines_bytes(), self.device)
             except DriverError as error:
@@ -72,8 +82,11 @@ class OpenedGpu:
         return exchange_memory_bytes(self._plan.engine.slot_bytes) if self._plan.engine.shards else 0
 
     def _lines_bytes(self) -> int:
-        """Of what it hands on to another stage."""
-        return line_memory_bytes(self._line_slot(self.rank)) if self._plan.engine.stages else 0
+        """Of what it hands on to another stage on its node."""
+        if not self._plan.engine.stages:
+            return 0
+        behind = rank_behind(self.rank, self._spread.stages, self._spread.tensor_parallel)
+        return line_memory_bytes(self._line_slot(self.rank) if behind in self._node else 0)
 
     def _line_slot(self, rank: int) -> int:
         engine = self._plan.engine
@@ -91,28 +104,32 @@ class OpenedGpu:
         return 0 if self._peers is None else self._peers.nbytes
 
     def open_peers(self, handles: Sequence[bytes]) -> str:
-        """Why the memory of the others cannot be mapped; empty: it is."""
-        assert self._peers is not None
+        """Why the memory of the others of this node cannot be mapped; empty: it is, or there are none."""
+        self._places = [0] * len(handles)
+        if self._peers is None:
+            return ""
+        first, last = self._node.start, self._node.stop
         try:
-            self._places = self._peers.open_peers(handles, self.rank)
+            self._places[first:last] = self._peers.open_peers(handles[first:last], self.rank - first)
         except DriverError as error:
             return f"rank {self.rank}: {error.message}"
         return ""
 
-    def join(self, store: Store | None, against: str, limit_s: float) -> JoinedGpus:
-        """`store`: for NCCL; None: ranks share a GPU, which NCCL does not have, or have stages. `against`: why no rank
-        maps the memory of others; empty: all have."""
+    def join(self, meeting: Meeting | None, against: str, limit_s: float, watch: Watch) -> JoinedGpus:
+        """`meeting`: for NCCL, and for ranks of other nodes; None: ranks share a GPU, which NCCL does not have, or have
+        stages on one node. `against`: why no rank maps the memory of others; empty: all have. `watch`: called while
+        ranks of other nodes are awaited."""
         if against and self._peers is not None:
             self._peers.close()
             self._peers = None
         if self._plan.engine.stages:
-            return self._join_stages(against)
-        return JoinedGpus(self._join_all(store, against, limit_s), None)
+            return self._join_stages(meeting, against, watch)
+        return JoinedGpus(self._join_all(None if meeting is None else meeting.store, against, limit_s), None)
 
-    def _join_stages(self, against: str) -> JoinedGpus:
+    def _join_stages(self, meeting: Meeting | None, against: str, watch: Watch) -> JoinedGpus:
         engine = self._plan.engine
         count, each, memory = len(engine.stages), max(1, len(engine.shards)), self._peers
-        if memory is None:
+        if against:
             raise EngineError(
                 "stages on GPUs hand on over CUDA IPC alone, which cannot be had",
                 found=against,
@@ -122,18 +139,37 @@ class OpenedGpu:
         if each > 1:
             index, place = divmod(self.rank, each)
             peers = self._places[index * each : (index + 1) * each]
+            assert memory is not None, "ranks of a stage are on one node"
             collectives = ExchangeCollectives(memory, peers, place, engine.slot_bytes, limit_s=START_LIMIT_S)
         sender, receiver = rank_before(self.rank, count, each), rank_behind(self.rank, count, each)
+        node_lines = {} if meeting is None else self._node_lines(meeting, sender, receiver, watch)
         lines = ExchangeLines(
+            self.device,
             memory,
             self._places,
             self.rank,
             self._exchange_bytes(),
-            None if sender is None else LineTo(sender, self._line_slot(sender)),
-            None if receiver is None else LineTo(receiver, self._line_slot(self.rank)),
+            None if sender is None else LineTo(sender, self._line_slot(sender), node_lines.get("in")),
+            None if receiver is None else LineTo(receiver, self._line_slot(self.rank), node_lines.get("out")),
             limit_s=START_LIMIT_S,
         )
         return JoinedGpus(collectives, GpuStage(self.rank, count, each, lines))
+
+    def _node_lines(
+        self, meeting: Meeting, sender: int | None, receiver: int | None, watch: Watch
+    ) -> dict[str, NodeLine]:
+        """To ranks of other nodes: `in` from the one before, `out` to the one behind."""
+        sources = [sender] if sender is not None and sender not in self._node else []
+        targets = [receiver] if receiver is not None and receiver not in self._node else []
+        incoming, outgoing = connect_ranks(
+            meeting.store, self.rank, sources, targets, host=meeting.host, key=meeting.key, watch=watch
+        )
+        found = dict[str, NodeLine]()
+        for rank, line in incoming.items():
+            found["in"] = NodeLineIn(pinned_line(self._line_slot(rank)), line, rank)
+        for rank, line in outgoing.items():
+            found["out"] = NodeLineOut(pinned_line(self._line_slot(self.rank)), line, rank)
+        return found
 
     def _join_all(self, store: Store | None, against: str, limit_s: float) -> GpuCollectives:
         small = None

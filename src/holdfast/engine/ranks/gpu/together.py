@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -17,17 +18,22 @@ from holdfast.engine.ranks.gpu.rank import START_LIMIT_S, GpuRank, OpenedGpu, lo
 from holdfast.engine.ranks.gpu.runner import RankedGpuRunner
 from holdfast.engine.ranks.group import RankGroup
 from holdfast.engine.ranks.messages import Measured
-from holdfast.engine.ranks.together import find_scales_of_all, hung_s
+from holdfast.engine.ranks.together import find_scales_of_all, hung_s, start_group
 from holdfast.engine.startup.build_gpu import report_of, taken_terms
 from holdfast.errors import UnsupportedOptionError
 from holdfast.execution.gpu.memory.accounting import GpuMemory
 from holdfast.execution.parallel.gpu.link import GpuRankLink
 from holdfast.execution.parallel.gpu.together import exchange_decisions
+from holdfast.footprint.gpu import node_lines_bytes
+from holdfast.hardware import memory
 from holdfast.models import ModelSpec
 from holdfast.models.stages import rank_spec
 from holdfast.planner import Plan, settle_pool
 from holdfast.planner.sizing.rank_shares import whole_experts
-from holdfast.records import MemoryReport, RankMemory, VramBudget, VramGrant
+from holdfast.records import LowerTier, MemoryReport, MemoryTerm, RankMemory, VramBudget, VramGrant
+
+if TYPE_CHECKING:
+    from holdfast.engine.ranks.nodes.hub import NodeHub
 
 Progress = Callable[[str, int, int], None]
 
@@ -77,9 +83,10 @@ def build_gpu_ranks(
     plan: Plan,
     progress: Progress,
     beat: Callable[[], None] | None = None,
+    hub: NodeHub | None = None,
 ) -> BuiltRanks:
-    """Whatever fails, no rank is left behind."""
-    group = RankGroup(config, plan, cores=plan.engine.rank_count, timeout_s=START_LIMIT_S, beat=beat)
+    """`hub`: with the other nodes, where there are any. Whatever fails, no rank is left behind."""
+    group = start_group(config, plan, cores=plan.engine.rank_count, timeout_s=START_LIMIT_S, beat=beat, hub=hub)
     try:
         first = _load_all(config, files, spec, plan, progress, group, beat)
         progress("profile_run", 0, 0)
@@ -88,7 +95,7 @@ def build_gpu_ranks(
         own = profile_gpu_rank(first, plan)
         measured = [own, *group.answers(Measured)]
         uuids = [gpu.uuid for gpu in plan.engine.rank_gpus]
-        decisions = exchange_decisions(first.joined, first.against, uuids)
+        decisions = exchange_decisions(first.joined, first.against, uuids, config.nnodes)
         plan = _settled(replace(plan, decisions=(*plan.decisions, *scales, *decisions)), measured)
         group.order(messages.BackKV(plan.engine.blocks))
         first.runner.back_kv(plan.engine.blocks)
@@ -103,7 +110,7 @@ def build_gpu_ranks(
         raise
     ready = first.opened.memory.held()
     terms = {**own.terms, "kv_pool": first.runner.kv.nbytes}
-    report = report_of(plan, terms, first.loaded, ready, [])
+    report = report_of(plan, terms, first.loaded, ready, _lines_in_ram(plan, config.nnodes))
     report = _with_ranks(report, spec, plan, group, measured)
     runner = RankedGpuRunner(first.runner, group, first.joined)
     return BuiltRanks(first, runner, plan, report, RanksVram(first.opened.memory))
@@ -128,7 +135,7 @@ def _load_all(
     mapped = group.answers(messages.RankJoined)
     against = next((one for one in (own, *(rank.against for rank in mapped)) if one), "")
     group.tell_each(messages.JoinRanks([], against))
-    joined = opened.join(group.store, against, START_LIMIT_S)
+    joined = opened.join(group.meeting, against, START_LIMIT_S, lambda waited_s: group.check())
     group.link.join(joined)
 
     def loaded(done: int, total: int) -> None:
@@ -159,6 +166,23 @@ def _settled(plan: Plan, measured: list[Measured]) -> Plan:
     return settle_pool(plan, min(room), most)
 
 
+def _lines_in_ram(plan: Plan, nodes: int) -> list[LowerTier]:
+    """Of the head: what goes to other nodes and comes from them passes through."""
+    engine, host = plan.engine, memory()
+    planned = node_lines_bytes(engine.stream_bytes, engine.answer_bytes, plan.tensor_parallel, nodes)
+    if not planned:
+        return []
+    return [
+        LowerTier(
+            tier="ram",
+            total_bytes=host.total_bytes,
+            free_bytes=host.available_bytes,
+            limited_by=host.limited_by,
+            terms=[MemoryTerm(tier="ram", term="node_lines", planned_bytes=planned)],
+        )
+    ]
+
+
 def _with_ranks(
     report: MemoryReport, spec: ModelSpec, plan: Plan, group: RankGroup, measured: list[Measured]
 ) -> MemoryReport:
@@ -169,6 +193,7 @@ def _with_ranks(
             rank=rank,
             pid=pids[rank],
             threads=1,
+            node=group.spread.node_of(rank),
             heads=own.heads,
             kv_heads=own.kv_heads,
             experts=whole_experts(spec, *engine.part_of(rank)),

@@ -108,6 +108,8 @@ class _Followed:
                     except OSError as error:
                         log.warning("the ranks of this node could not be started: %s", error)
                         return True
+                elif isinstance(said, messages.TellRank):
+                    self._tell(said)
                 elif isinstance(said, messages.EndNode):
                     if said.failure is not None:
                         raise said.failure.error()
@@ -138,6 +140,12 @@ class _Followed:
         self._say(messages.NodeStarted({rank.number: rank.pid for rank in self._ranks}))
         for rank in self._ranks:
             self._begin(f"answers-{rank.number}", self._listen, rank)
+
+    def _tell(self, said: messages.TellRank) -> None:
+        with contextlib.suppress(OSError):  # Of one that has ended, which the head hears of.
+            for rank in self._ranks:
+                if rank.number == said.rank:
+                    rank.connection.send_bytes(said.message)
 
     def _begin(self, name: str, target: Callable[..., None], argument: object) -> None:
         thread = threading.Thread(target=target, args=(argument,), name=name, daemon=True)

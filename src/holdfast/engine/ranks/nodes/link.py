@@ -28,18 +28,16 @@ STARTED_S = 30.0
 
 
 class _Inbox:
-    """What a rank of another node says."""
+    """What a rank of another node says. `tell`: says something to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, tell: Callable[[bytes], None]) -> None:
+        self.send_bytes = tell
         self._messages, self._closed, self._changed = deque[bytes](), False, threading.Condition()
 
     def put(self, message: bytes) -> None:
         with self._changed:
             self._messages.append(message)
             self._changed.notify_all()
-
-    def send_bytes(self, message: bytes) -> None:
-        raise NotImplementedError("ranks of other nodes are told to start by their agent")
 
     def poll(self, timeout_s: float) -> bool:
         with self._changed:
@@ -63,7 +61,7 @@ class NodeRank:
 
     def __init__(self, number: int, link: NodeLink) -> None:
         self.number, self.pid, self.stopped = number, 0, False
-        self.connection = _Inbox()
+        self.connection = _Inbox(lambda message: link.tell(number, message))
         self._link, self._ending, self._ended = link, "", threading.Event()
 
     @property
@@ -117,10 +115,13 @@ class NodeLink:
     def post(self, mail: bytes) -> None:
         self._send(messages.MAIL + mail)
 
+    def tell(self, rank: int, message: bytes) -> None:
+        self._say(messages.TellRank(rank, message))
+
     def end(self, *, again: bool, failure: Failure | None = None) -> None:
         self._say(messages.EndNode(again, failure))
 
-    def _say(self, message: messages.StartNode | messages.EndNode) -> None:
+    def _say(self, message: messages.StartNode | messages.TellRank | messages.EndNode) -> None:
         self._send(messages.MESSAGE + messages.encode(message))
 
     def _send(self, frame: bytes) -> None:

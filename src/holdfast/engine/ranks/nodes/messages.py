@@ -4,7 +4,7 @@ agent   NodeHello            ──►            head
         ◄──  Challenge, with the proof that it has the secret
         Join, with the agent's proof and what its node has; or CannotJoin, and why
         ◄──  Welcome, or Refused
-        ◄──  StartNode, then mail for the ranks of the node (the first byte is MAIL); at last EndNode
+        ◄──  StartNode, TellRank, then mail for the ranks of the node (the first byte is MAIL); at last EndNode
         NodeStarted, then what ranks say, how they end, and signs of life with their counts
 
 Both sides know each other's protocol after the first two messages. What is said where it is another (NodeHello,
@@ -18,9 +18,10 @@ from collections.abc import Callable
 import msgspec
 
 from holdfast.engine.ranks.messages import StartRank
+from holdfast.hardware.nvidia import NvidiaGpu
 from holdfast.records import Failure
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAIL, MESSAGE = b"\x00", b"\x01"
 NONCE_BYTES = 32
 
@@ -68,6 +69,8 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     """Of RAM."""
     kernels: bool
     """It has compiled ones."""
+    gpus: list[NvidiaGpu] = []
+    """Of its ranks, in their order; none: they compute on its CPU."""
 
 
 class Join(msgspec.Struct, frozen=True, tag=True):
@@ -94,6 +97,13 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 class StartNode(msgspec.Struct, frozen=True, tag=True):
     ranks: list[StartRank]
+
+
+class TellRank(msgspec.Struct, frozen=True, tag=True):
+    """To a rank of the node by its socket, while it starts."""
+
+    rank: int
+    message: bytes
 
 
 class EndNode(msgspec.Struct, frozen=True, tag=True):
@@ -132,7 +142,7 @@ class Sign(msgspec.Struct, frozen=True, tag=True):
 
 BeforeProof = NodeHello | Challenge | OtherSecret
 FromAgent = OtherSecret | Join | CannotJoin | NodeStarted | RankSaid | RankEnded | Sign
-FromHead = Challenge | Welcome | Refused | StartNode | EndNode
+FromHead = Challenge | Welcome | Refused | StartNode | TellRank | EndNode
 
 encode = msgspec.msgpack.Encoder().encode
 decode_hello: Callable[[bytes], NodeHello] = msgspec.msgpack.Decoder(NodeHello).decode

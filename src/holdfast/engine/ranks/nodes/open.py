@@ -12,10 +12,11 @@ from holdfast.config import EngineConfig
 from holdfast.config.nodes import WRONG_NODES
 from holdfast.engine.ranks.messages import Measured
 from holdfast.engine.ranks.nodes.hub import NodeHub
-from holdfast.engine.ranks.nodes.report import report_of
+from holdfast.engine.ranks.nodes.report import named_ranks, report_of
 from holdfast.engine.ranks.nodes.secret import with_secret
 from holdfast.errors import ConfigurationError, HoldfastError
 from holdfast.hardware import Memory, memory, processor
+from holdfast.hardware.nvidia import NvidiaGpu
 from holdfast.planner import Plan, make_cpu_plan
 from holdfast.planner.serve.shares.nodes import (
     NodeMemory,
@@ -25,6 +26,7 @@ from holdfast.planner.serve.shares.nodes import (
     with_node_remedies,
 )
 from holdfast.records import Failure
+from holdfast.units import counted
 
 log = logging.getLogger("holdfast")
 
@@ -35,6 +37,49 @@ def join_nodes(
     """With the plan as all nodes can hold it. None: there is one node."""
     if config.nnodes == 1:
         return None, plan
+
+    def held(hub: NodeHub) -> Plan:
+        return _held(plan, config, [NodeMemory(one.free_bytes, one.name) for one in hub.reports], files)
+
+    return _joined(config, files, plan, progress, held)
+
+
+def join_gpu_nodes(
+    config: EngineConfig,
+    files: ModelFiles,
+    plan: Plan,
+    progress: Callable[[str, int, int], None],
+    planned: Callable[[Sequence[NvidiaGpu]], Plan],
+) -> tuple[NodeHub | None, Plan]:
+    """The same of ranks on GPUs. `planned`: for these GPUs, one for each rank, with what is free on them."""
+    if config.nnodes == 1:
+        return None, plan
+    return _joined(config, files, plan, progress, lambda hub: planned(_gpus_of_all(hub)))
+
+
+def _gpus_of_all(hub: NodeHub) -> list[NvidiaGpu]:
+    for report in hub.reports:
+        if len(report.gpus) != hub.spread.each:
+            ranks = named_ranks(hub.spread.ranks_of(report.node))
+            raise ConfigurationError(
+                f"node {report.node} ({report.name}) has no GPUs for {ranks}, and the head computes on GPUs",
+                code=WRONG_NODES,
+                needed=f"{counted(hub.spread.each, 'GPU')} on each node",
+                found=f"{counted(len(report.gpus), 'GPU')} there",
+                fix="a driver, and a torch with CUDA, on that node and no --device cpu there; or --device cpu on all",
+                field="device",
+            )
+    return [gpu for report in hub.reports for gpu in report.gpus]
+
+
+def _joined(
+    config: EngineConfig,
+    files: ModelFiles,
+    plan: Plan,
+    progress: Callable[[str, int, int], None],
+    settled: Callable[[NodeHub], Plan],
+) -> tuple[NodeHub, Plan]:
+    """`settled`: the plan for what all nodes have, or a refusal, of which they hear."""
     if config.node_rank > 0:
         raise ConfigurationError(
             f"node_rank is {config.node_rank}, and an engine is started by the head alone, which is node 0",
@@ -52,7 +97,7 @@ def join_nodes(
     hub = NodeHub(host, config.master_port, config.node_secret, own, stages, plan.engine.rank_count)
     try:
         hub.await_nodes(config.node_timeout, lambda done, total: progress("nodes", done, total))
-        plan = _held(plan, config, [NodeMemory(one.free_bytes, one.name) for one in hub.reports], files)
+        plan = settled(hub)
     except HoldfastError as error:
         hub.close(again=False, failure=Failure.of(error))
         raise

@@ -8,6 +8,7 @@ import os
 import platform
 import secrets
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -18,6 +19,8 @@ from holdfast.config.nodes import WRONG_NODES
 from holdfast.engine.ranks.nodes.messages import NodeReport
 from holdfast.errors import ConfigurationError
 from holdfast.hardware import compiled_kernels, memory, processor
+from holdfast.hardware.nvidia import NvidiaGpu, probe
+from holdfast.planner.serve.gpu_ranks import gpus_of_ranks
 from holdfast.records import Failure
 from holdfast.units import shorten
 
@@ -51,7 +54,17 @@ def report_of(
         total_bytes=machine.total_bytes,
         free_bytes=machine.available_bytes,
         kernels=compiled_kernels(),
+        gpus=_gpus_of(config),
     )
+
+
+def _gpus_of(config: EngineConfig) -> list[NvidiaGpu]:
+    """Of this node's ranks, with what is free on them now."""
+    if config.device != "cuda":
+        return []
+    ranks = config.tensor_parallel_size * config.pipeline_parallel_size // config.nnodes
+    found = gpus_of_ranks(probe().gpus, ranks, nodes=config.nnodes)
+    return [replace(gpu, name=gpu.name[:NAME_CHARS], processes=gpu.processes[:MOST_NAMED]) for gpu in found]
 
 
 def own_version() -> str:
@@ -89,6 +102,7 @@ def shown_report(report: NodeReport) -> NodeReport:
         host=shorten(report.host, NAME_CHARS),
         version=shorten(report.version),
         sources=shorten(report.sources),
+        gpus=[replace(gpu, name=shorten(gpu.name), uuid=shorten(gpu.uuid)) for gpu in report.gpus],
     )
 
 

@@ -45,6 +45,16 @@ class NodeActor:
         return b""
 
 
+class GpuHolder:
+    """Of the server's own node: has the GPUs of its bundle, so that Ray says which they are and gives them to nobody
+    else."""
+
+    def gpus(self) -> list[str]:
+        import ray
+
+        return [str(one) for one in ray.get_gpu_ids()]
+
+
 def _follow(config: EngineConfig) -> None:
     from holdfast.engine.ranks.nodes.agent import NodeAgent
     from holdfast.engine.ranks.nodes.join import head_hears_failure

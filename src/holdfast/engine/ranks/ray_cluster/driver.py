@@ -19,7 +19,7 @@ from typing import Any
 import holdfast
 from holdfast.config.parts.executors import NO_RAY
 from holdfast.engine.ranks.ray_cluster import messages
-from holdfast.engine.ranks.ray_cluster.actor import NodeActor
+from holdfast.engine.ranks.ray_cluster.actor import GpuHolder, NodeActor
 from holdfast.engine.ranks.ray_cluster.address import cluster_address, first_line, no_cluster, part_of_ray
 from holdfast.engine.ranks.ray_cluster.messages import HELLO_S, RELEASED_S, RESERVED_S
 from holdfast.engine.ranks.ray_cluster.placement import NodeRoom, RayPlacement, Wanted, place
@@ -59,6 +59,7 @@ class RayDriver:
     def __init__(self, asked: messages.Reserve, connection: Connection) -> None:
         self._asked, self._connection = asked, connection
         self._group: Any = None
+        self._holder: Any = None
         self._agents = list[_Agent]()
         sizes = asked.tensor_parallel, asked.pipeline_parallel
         self._wanted = Wanted(*sizes, asked.kind, asked.threads, asked.memory_bytes)
@@ -84,8 +85,31 @@ class RayDriver:
                 needed=str(placement.bundles(home)),
                 fix="ray status shows what is reserved, and what is pending",
             )
+        gpus = self._hold_gpus(placement.amount) if placement.kind == "GPU" else []
         names = [f"{home.name} ({home.address})", *self._start_agents(placement, home)]
-        self.say(messages.Placed(nodes=placement.nodes, address=home.address, amount=placement.amount, names=names))
+        self.say(
+            messages.Placed(
+                nodes=placement.nodes, address=home.address, amount=placement.amount, names=names, gpus=gpus
+            )
+        )
+
+    def _hold_gpus(self, amount: int) -> list[str]:
+        """Of the node where the server runs, until this ends: which they are."""
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=0)
+        self._holder = ray.remote(GpuHolder).options(num_cpus=0, num_gpus=amount, scheduling_strategy=strategy).remote()
+        try:
+            return [str(one) for one in ray.get(self._holder.gpus.remote(), timeout=HELLO_S)]
+        except ray.exceptions.RayError as error:
+            raise ConfigurationError(
+                "Ray has not said which GPUs of this machine it has reserved",
+                code=NO_RAY,
+                needed=f"holdfast {holdfast.__version__} in the Python that ray start was run with here",
+                found=first_line(error),
+                field="distributed_executor_backend",
+            ) from None
 
     def _find_room(self, home_id: str) -> RayPlacement:
         """What an engine before this one had may still have to become free."""
@@ -150,6 +174,8 @@ class RayDriver:
         with contextlib.suppress(Exception):  # What cannot be given back now, Ray takes when this job has ended.
             for agent in self._agents:
                 agent.kill()
+            if self._holder is not None:
+                ray.kill(self._holder)
             if self._group is not None:
                 ray.util.remove_placement_group(self._group)
         ray.shutdown()

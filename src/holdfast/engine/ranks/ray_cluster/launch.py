@@ -33,6 +33,7 @@ from holdfast.engine.ranks.ray_cluster.address import no_cluster
 from holdfast.engine.ranks.ray_cluster.messages import HELLO_S, RELEASED_S, RESERVED_S
 from holdfast.errors import ConfigurationError, EngineError
 from holdfast.hardware import processor
+from holdfast.hardware.nvidia import VISIBLE
 from holdfast.records import Failure
 
 log = logging.getLogger("holdfast")
@@ -111,7 +112,7 @@ class RayNodes:
     """What a server has of a Ray cluster, until it is closed or the process ends."""
 
     def __init__(self, config: EngineConfig, name: str) -> None:
-        self._config, self._name = config, name
+        self._config, self._name, self._visible = config, name, os.environ.get(VISIBLE)
         self._placed: Future[messages.Placed] = Future()
         self._closing = threading.Event()
         # The system ends a driver when the thread that started it ends.
@@ -204,6 +205,8 @@ class RayNodes:
         elif isinstance(heard, messages.Connected):
             pass
         elif isinstance(heard, messages.Placed):
+            if heard.gpus:  # To this process, and to all engine processes that it starts from now on.
+                os.environ[VISIBLE] = ",".join(heard.gpus)
             log.info("Ray has placed the ranks on %d nodes: %s", heard.nodes, ", ".join(heard.names))
             if not self._placed.done():
                 self._placed.set_result(heard)
@@ -215,6 +218,10 @@ class RayNodes:
 
     def close(self) -> None:
         """Gives all nodes back."""
+        if self._visible is None:
+            os.environ.pop(VISIBLE, None)
+        else:
+            os.environ[VISIBLE] = self._visible
         atexit.unregister(self.close)
         self._closing.set()
         self._thread.join(ENDED_S + 5.0)

@@ -49,6 +49,9 @@ class Placed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """CPUs or GPUs reserved on each."""
     names: list[str]
     """Of the nodes, in their order."""
+    gpus: list[str] = []
+    """That Ray has chosen where the server runs, as CUDA_VISIBLE_DEVICES would name them; on other nodes agents see
+    theirs alone."""
 
 
 class NotPlaced(msgspec.Struct, frozen=True, tag=True):

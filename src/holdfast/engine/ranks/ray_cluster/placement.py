@@ -3,7 +3,7 @@ cluster.
 
     node 0       where the server runs: rank 0 is its engine process
     as few       nodes as can be, but the ranks of a stage, which add up twice a layer, on one node if any number of
-                 nodes allows that
+                 nodes allows that; of ranks on GPUs only then
     one bundle   of the placement group for each node, with what all of its ranks take
 """
 
@@ -142,6 +142,8 @@ def _best(
 def _counts(wanted: Wanted) -> list[int]:
     """Numbers of nodes, the better ones first."""
     counts = [count for count in range(1, wanted.ranks + 1) if wanted.ranks % count == 0]
+    if wanted.kind == "GPU":  # Those of a stage add up over CUDA IPC.
+        counts = [count for count in counts if wanted.ranks // count % wanted.tensor_parallel == 0]
     return sorted(counts, key=lambda count: ((wanted.ranks // count) % wanted.tensor_parallel != 0, count))
 
 

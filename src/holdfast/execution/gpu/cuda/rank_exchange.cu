@@ -354,10 +354,12 @@ MOVE(16, uint4)
 //              the rank behind it has taken, written by that one
 //     slots    filled in turns: nobody waits for whoever takes, but for the one before the last
 //
-// places: the words of this rank, the words of the other, and the two slots of whoever hands on.
+// places: the words of this rank, the words of the other, and the two slots of whoever hands on. Between machines all of
+// them lie in pinned memory of the host: a thread there is the other, and FILLED tells it how many bytes of each slot are.
 
 #define SENT 0
 #define TAKEN 32
+#define FILLED 64
 
 // The last block to leave counts the turn and tells the other, whose `word` it is. All blocks have read the count by then.
 __device__ __forceinline__ void end_turn(u32 turn, u32 *state, u32 *word) {
@@ -382,6 +384,7 @@ __device__ __forceinline__ void put_on_line(
     __syncthreads();
     uint4 *slot = (uint4 *)places[2 + (turn & 1)];
     for (int i = blockIdx.x * WIDE + threadIdx.x; i < vectors; i += step) slot[i] = x.read(i);
+    if (blockIdx.x == 0 && threadIdx.x == 0) ((u32 *)places[1])[FILLED + (turn & 1)] = count * x.BYTES;
     end_turn(turn, state, (u32 *)places[1] + SENT);
 }
 

@@ -1,5 +1,6 @@
 """What a rank on a GPU hands on to a rank of the next stage and takes from one of the stage before, through GPU memory
-that they map of one another (gpu/cuda/rank_exchange.cu). Fit for CUDA graphs: turns are counted on the GPU.
+that they map of one another (gpu/cuda/rank_exchange.cu), or through memory of the host where the other is on another
+machine (node_lines.py). Fit for CUDA graphs: turns are counted on the GPU.
 
 Nobody waits for whoever takes, but for what was handed on two turns before. Who these ranks are is not known here.
 """
@@ -13,6 +14,7 @@ import torch
 
 from holdfast.errors import EngineError, EngineHungError
 from holdfast.execution.parallel.gpu.exchange import exchange_grid, exchange_kernels
+from holdfast.execution.parallel.gpu.node_lines import NodeLine
 from holdfast.execution.parallel.gpu.peer_memory import PeerMemory
 from holdfast.footprint.gpu import LINE_WORDS_BYTES, line_memory_bytes
 from holdfast.units import format_duration
@@ -29,15 +31,19 @@ class LineTo:
 
     rank: int
     slot_bytes: int
+    node_line: NodeLine | None = None
+    """To a rank of another machine; None: memory that both map."""
 
 
 class ExchangeLines:
-    """`memory`: this rank's, of which its words and slots begin `offset` bytes behind the first. `places`: where the
-    memory of each rank lies. `before`, `behind`: None: it takes nothing, or hands nothing on."""
+    """`memory`: this rank's, of which its words and slots begin `offset` bytes behind the first; None: no other rank
+    maps it. `places`: where the memory of each rank lies; what others on other machines have is not asked for.
+    `before`, `behind`: None: it takes nothing, or hands nothing on."""
 
     def __init__(
         self,
-        memory: PeerMemory,
+        device: torch.device,
+        memory: PeerMemory | None,
         places: Sequence[int],
         rank: int,
         offset: int,
@@ -46,7 +52,7 @@ class ExchangeLines:
         *,
         limit_s: float = 0.0,
     ) -> None:
-        self._memory, self._rank, device = memory, rank, memory.device
+        self._memory, self._rank, self._device = memory, rank, device
         self._kernels = exchange_kernels(2, device.index or 0)
         words = [place + offset for place in places]
         self._before, self._behind = before, behind
@@ -54,11 +60,20 @@ class ExchangeLines:
         self._take_state = torch.zeros(4, dtype=torch.int32, device=device)
         self._told = torch.zeros(16, dtype=torch.int32, device="cpu", pin_memory=True)
         self._put_places = self._take_places = torch.zeros(4, dtype=torch.int64, device=device)
-        if behind is not None:
+        if behind is not None and behind.node_line is None:
+            assert memory is not None
             assert memory.nbytes >= offset + line_memory_bytes(behind.slot_bytes)
             self._put_places = _places(words[rank], words[behind.rank], words[rank], behind.slot_bytes, device)
-        if before is not None:
+        if before is not None and before.node_line is None:
             self._take_places = _places(words[rank], words[before.rank], words[before.rank], before.slot_bytes, device)
+        if behind is not None and behind.node_line is not None:
+            self._put_places = _places_of(behind.node_line, device)
+        if before is not None and before.node_line is not None:
+            self._take_places = _places_of(before.node_line, device)
+        ends = (before, behind)
+        self._node_lines = [end.node_line for end in ends if end is not None and end.node_line is not None]
+        for line in self._node_lines:
+            line.tell(self.give_up)
         self._limit_s = 0.0
         self.limit(limit_s)
 
@@ -90,6 +105,8 @@ class ExchangeLines:
 
     def check(self) -> None:
         """Raises where another rank did not come: nothing that was computed since means anything."""
+        for line in self._node_lines:
+            line.check()
         told = self._told.tolist()
         if told[_MISSED]:
             raise EngineHungError(
@@ -105,8 +122,15 @@ class ExchangeLines:
         self._told[_GIVE_UP] = 1
 
     def close(self) -> None:
-        torch.cuda.synchronize(self._memory.device)
-        self._memory.close()
+        torch.cuda.synchronize(self._device)
+        for line in self._node_lines:
+            line.close()
+        if self._memory is not None:
+            self._memory.close()
+
+
+def _places_of(line: NodeLine, device: torch.device) -> torch.Tensor:
+    return _places(line.place, line.place, line.place, line.slot_bytes, device)
 
 
 def _places(own: int, other: int, sender: int, slot_bytes: int, device: torch.device) -> torch.Tensor:

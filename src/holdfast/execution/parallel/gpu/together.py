@@ -21,6 +21,8 @@ LINES_BY = "CUDA IPC"
 """How stages hand on: what NCCL sends waits for whoever receives, and two stages that send to each other would wait for
 ever."""
 
+BETWEEN_NODES = "sockets between nodes, through pinned memory"
+
 
 class GpuCollectives(Collectives, Protocol):
     def add_reduced(self, x: torch.Tensor, onto: torch.Tensor) -> None:
@@ -142,14 +144,19 @@ def _place(uuid: str) -> int:
     return -1
 
 
-def exchange_decisions(joined: JoinedGpus, against: str, uuids: Sequence[str]) -> list[Decision]:
+def exchange_decisions(joined: JoinedGpus, against: str, uuids: Sequence[str], nodes: int = 1) -> list[Decision]:
     """For the log at start and `/memory`."""
-    shared = len(set(uuids)) < len(uuids)
+    of_a_node = uuids[: len(uuids) // nodes]
+    shared = len(set(of_a_node)) < len(of_a_node)
     reason = "ranks of one GPU map one another's memory" if shared else "each GPU reads the memory of all others"
     found = []
     if joined.collectives is not None:
         said = f"not over CUDA IPC: {against}" if against else reason
         found.append(Decision("all_reduce", joined.collectives.name, said, "hardware"))
     if joined.stage is not None:
-        found.append(Decision("stage_lines", LINES_BY, f"{reason}; NCCL's sends wait for whoever receives", "hardware"))
+        value, more = LINES_BY, "NCCL's sends wait for whoever receives"
+        if nodes > 1:
+            value = BETWEEN_NODES if joined.stage.count == nodes else f"{BETWEEN_NODES}; {LINES_BY} on each"
+            reason = f"stages are on {nodes} nodes"
+        found.append(Decision("stage_lines", value, f"{reason}; {more}", "hardware"))
     return found

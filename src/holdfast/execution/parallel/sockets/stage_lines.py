@@ -104,16 +104,25 @@ class LineIn:
 
     def take(self, out: torch.Tensor) -> None:
         """The next numbers, however long that takes. Contiguous."""
+        self._expect(out.nbytes, out.nbytes)
+        self._read(_bytes_of(out))
+
+    def take_some(self, place: torch.Tensor) -> None:
+        """The next numbers, as many as they are: to the beginning of this place (uint8)."""
+        self._read(_bytes_of(place)[: self._expect(1, place.nbytes)])
+
+    def _expect(self, least: int, most: int) -> int:
+        """Bytes of the next block."""
         head, self._count = bytearray(HEAD.size), self._count + 1
         self._read(memoryview(head))
         count, nbytes = HEAD.unpack(head)
-        if (count, nbytes) != (self._count, out.nbytes):
+        if count != self._count or not least <= nbytes <= most:
             raise EngineError(
                 f"{self._name} has sent something else than is expected of it",
-                needed=f"block {self._count} of {out.nbytes:,} bytes",
+                needed=f"block {self._count} of {'' if least == most else 'up to '}{most:,} bytes",
                 found=f"block {count} of {nbytes:,} bytes",
             )
-        self._read(_bytes_of(out))
+        return int(nbytes)
 
     def _read(self, place: memoryview) -> None:
         done, waited_s = 0, 0.0
@@ -151,18 +160,32 @@ def open_lines(
     key: bytes,
     watch: Watch,
 ) -> tuple[Mapping[int, LineIn], Mapping[int, LineOut]]:
-    """By the numbers of the other ranks. `store`: where they find one another. `host`: of this rank for others. `key`:
+    """By the numbers of the other ranks, as `connect_ranks` finds them."""
+    incoming, outgoing = connect_ranks(store, rank, sources, targets, host=host, key=key, watch=watch)
+    return (
+        {other: LineIn(line, f"rank {other}", watch) for other, line in incoming.items()},
+        {other: LineOut(line, f"rank {other}", watch) for other, line in outgoing.items()},
+    )
+
+
+def connect_ranks(
+    store: torch.distributed.Store,
+    rank: int,
+    sources: Sequence[int],
+    targets: Sequence[int],
+    *,
+    host: str,
+    key: bytes,
+    watch: Watch,
+) -> tuple[dict[int, socket.socket], dict[int, socket.socket]]:
+    """From `sources` and to `targets`. `store`: where ranks find one another. `host`: of this rank for others. `key`:
     that all ranks of this start have, and nobody else. Waits until all of them are there, or `watch` raises."""
     listener = listen_at(host) if sources else None
     if listener is not None:
         port = listener.getsockname()[1]
         store.set(f"line/{rank}", f"{host} {port}")
     outgoing = {target: _connect(store, rank, target, key, watch) for target in targets}
-    incoming = {} if listener is None else _accept(listener, rank, sources, key, watch)
-    return (
-        {other: LineIn(line, f"rank {other}", watch) for other, line in incoming.items()},
-        {other: LineOut(line, f"rank {other}", watch) for other, line in outgoing.items()},
-    )
+    return {} if listener is None else _accept(listener, rank, sources, key, watch), outgoing
 
 
 def _connect(store: torch.distributed.Store, rank: int, target: int, key: bytes, watch: Watch) -> socket.socket:
