@@ -28,7 +28,7 @@ from deadlines import PATIENCE_S
 from forked_servers import ENGINE_NAME, REAL_POPEN, ForkedPopen
 from free_ports import free_port
 from httpx._transports import default as httpx_transport
-from lean_pytest import keep_reruns_here, seed_torch
+from lean_pytest import keep_reruns_here, rewrite_a_share, seed_torch
 
 from holdfast.hardware.nvidia import probe
 
@@ -76,6 +76,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     keep_reruns_here(session.config)
+    rewrite_a_share(session.config, Path(__file__).parent)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -26,15 +28,25 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture
 def few_programs(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    """For whole models, most of whose time the interpreter would spend on the kernel for few rows, and on parts of a
-    row's keys that are empty. Both have tests of their own."""
+    """For whole models, most of whose time the interpreter would spend on the kernel for few rows, on parts of a row's
+    keys that are empty, and on tiles as small as a GPU's registers want them. All have tests of their own."""
     from holdfast.execution.gpu.layers import linear
     from holdfast.execution.triton_kernels.attention import decode
+    from holdfast.execution.triton_kernels.experts import blocks, direct, scaled
+    from holdfast.execution.triton_kernels.quantized import vector_products
+
+    def widen(module: ModuleType, choice: str, **sizes: int) -> None:
+        chosen = getattr(module, choice)
+        monkeypatch.setattr(module, choice, lambda *args, **more: replace(chosen(*args, **more), **sizes))
 
     if device.type == "cpu":
+        widen(blocks, "expert_block_tile", outputs=256)
+        widen(direct, "expert_tile", outputs=128)
+        widen(scaled, "scaled_tile", lines=128)
+        widen(vector_products, "vector_tile", outputs=256)
         splits = decode.decode_splits
         monkeypatch.setattr(linear, "SKINNY_ROWS", 0)
-        monkeypatch.setattr(decode, "decode_splits", lambda *sizes, codes: min(4, splits(*sizes, codes=codes)))
+        monkeypatch.setattr(decode, "decode_splits", lambda *sizes, codes: min(2, splits(*sizes, codes=codes)))
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import logging
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.assertion import rewrite
 from _pytest.logging import catching_logs
 
 
@@ -37,6 +39,21 @@ def keep_reruns_here(config: pytest.Config) -> None:
     again whose process crashed; that of whole files cannot."""
     if hasattr(config, "workerinput") and hasattr(config, "failures_db"):
         config.failures_db = sys.modules["pytest_rerunfailures"].StatusDB()
+
+
+def rewrite_a_share(config: pytest.Config, folder: Path) -> None:
+    """Every worker reads all files of tests, and where it is not yet kept what their asserts become, each finds it out
+    for all of them. Of a run of all tests each does its share first, so that it finds the others' done."""
+    worker: dict[str, Any] | None = getattr(config, "workerinput", None)
+    whole = [(config.invocation_params.dir / one).resolve() for one in config.args] == [folder]
+    if worker is None or not whole or sys.dont_write_bytecode:
+        return
+    number, workers = int(worker["workerid"].removeprefix("gw")), worker["workercount"]
+    for path in sorted(folder.rglob("test_*.py"))[number::workers]:
+        kept = rewrite.get_cache_dir(path) / (path.stem + rewrite.PYC_TAIL)
+        if rewrite.try_makedirs(kept.parent) and rewrite._read_pyc(path, kept) is None:
+            source, code = rewrite._rewrite_test(path, config)
+            rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, source, kept)
 
 
 def seed_torch(torch: Any, seed: int) -> None:

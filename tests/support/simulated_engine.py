@@ -276,6 +276,8 @@ class SimulatedRunner:
         return [(slot.tables[group][position // size], position % size) for position in range(first, end)]
 
     def _reads_nonsense(self, row: Row, group: KVGroup) -> bool:
+        if not self._spoiled:
+            return False
         places = self._places(self._slot(row.slot), group.index, group.first_needed(row.start), row.start + row.count)
         return not self._spoiled.isdisjoint(places)
 

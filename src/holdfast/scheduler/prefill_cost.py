@@ -121,8 +121,12 @@ class PrefillCost:
 
     def _fitted(self) -> tuple[float, ...]:
         """Least squares, no part below 0, and the step's own not above what is known: the best of all solutions in
-        which some parts are 0, or the step's own is the most that it can be."""
+        which some parts are 0, or the step's own is the most that it can be. None is better than the one with all parts
+        free, which most often is one of these already."""
         most_s = self._most_step_s
+        free = self._solved(tuple(range(PARTS)), 0.0)
+        if free is not None and min(free) >= 0 and (most_s is None or free[0] <= most_s):
+            return free
         solutions = [self._solved(kept, 0.0) for kept in _choices(range(PARTS)) if kept]
         if most_s is not None:
             solutions += [self._solved(kept, most_s) for kept in _choices(range(1, PARTS))]

@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Literal
 
 from holdfast.checkpoints.validation.stored_dtypes import PLAIN
+from holdfast.config.parts.offload import OffloadRequest
 from holdfast.errors import ConfigurationError
 from holdfast.footprint import cpu
 from holdfast.footprint.cpu import KV_ELEMENT_BYTES, Limits
@@ -263,18 +264,27 @@ def _own_bytes(question: Question, ranks: int) -> int | None:
 
 def streamed_on_gpu(question: Question) -> StreamedLayers | None:
     """Of this engine on one GPU; None: all layers stay in its memory."""
-    settings, weights = question.settings, engine_weights(Same(question.model))
-    if not settings.streamed_layers or weights is None:
+    settings, model = question.settings, Same(question.model)
+    if not settings.streamed_layers or engine_weights(model) is None:
         return None
-    asked, by_layer = settings.offload, _by_layer(question)
-    chosen = settings.streamed_layers if asked.groups is None else last_of_groups(len(by_layer), *asked.groups)
-    found = streamed_layers(by_layer, chosen, settings.layers_on_disk)
+    placed = settings.streamed_layers, settings.layers_on_disk, settings.embedding_on_disk
+    return _streamed(model, compute_dtype(question, 1), settings.offload, *placed)
+
+
+@lru_cache(maxsize=256)
+def _streamed(
+    model: Same[PlannedModel], dtype: str, asked: OffloadRequest, layers: int, on_disk: int | None, embedding: bool
+) -> StreamedLayers:
+    """`embedding`: it is on the disk too. Every count of layers is asked for once for each remedy that is tried."""
+    weights = engine_weights(model)
+    assert weights is not None, "asked of what this engine streams"
+    by_layer = weights.by_layer(dtype=dtype)
+    chosen = layers if asked.groups is None else last_of_groups(len(by_layer), *asked.groups)
+    found = streamed_layers(by_layer, chosen, on_disk)
     ahead = 0 if asked.ahead == AHEAD and all_apart(found.layers) else asked.ahead
-    saved = weights.saved_by_layer(dtype=compute_dtype(question, 1))
-    found = beside_gpu(replace(found, ahead=ahead, saved=saved), by_layer)
-    gathered = weights.gathered_bytes(dtype=compute_dtype(question, 1)) if GATHERS_EMBEDDING else 0
-    on_disk = settings.embedding_on_disk and gathered > 0
-    return replace(found, embedding_bytes=gathered, embedding_on_disk=on_disk)
+    found = beside_gpu(replace(found, ahead=ahead, saved=weights.saved_by_layer(dtype=dtype)), by_layer)
+    gathered = weights.gathered_bytes(dtype=dtype) if GATHERS_EMBEDDING else 0
+    return replace(found, embedding_bytes=gathered, embedding_on_disk=embedding and gathered > 0)
 
 
 def _by_layer(question: Question) -> tuple[int, ...]:

@@ -138,7 +138,8 @@ def place(question: Question, kv_bytes: int = 0) -> Placement | None:
     most, length = roomiest
     # What is left with all of them streamed bounds how many may stay: few need to be planned.
     left = most.ranks[0].room_bytes - min(most.ranks[0].room_bytes, _pool_bytes(most, kv_bytes))
-    able = (count for count in range(1, layers + 1) if _held(question, count) <= _held(question, layers) + left)
+    room = _held(question, layers) + left
+    able = (count for count in range(1, layers + 1) if _held(question, count) <= room)
     streamed = next(count for count in able if leaves_enough(question, planned(count, length), most, kv_bytes))
     if asked is not None and question.settings.max_num_seqs is not None and not kv_bytes:
         counts = range(streamed, layers + 1)
