@@ -32,6 +32,8 @@ def test_a_format_that_the_model_does_not_have_is_left_out(words: str, command: 
     [
         ("Qwen/Qwen3-8B -q awq", "holdfast serve Qwen/Qwen3-8B -q int4"),
         ("Qwen/Qwen3-8B --quantization=bitsandbytes", "holdfast serve Qwen/Qwen3-8B --quantization=int4"),
+        ("Qwen/Qwen3-8B -q int8", "holdfast serve Qwen/Qwen3-8B -q fp8"),
+        ("Qwen/Qwen3-8B-AWQ -q w4a16", "holdfast serve Qwen/Qwen3-8B-AWQ"),
         ("Qwen/Qwen3-8B-AWQ --quantization gptq_marlin", "holdfast serve Qwen/Qwen3-8B-AWQ"),
         ("Qwen/Qwen3-8B-AWQ --quantization fp8", "holdfast serve Qwen/Qwen3-8B-AWQ"),
         ("Qwen/Qwen3-8B-AWQ -q awq_marlin", None),
