@@ -13,6 +13,7 @@ is asked where both are known.
 from __future__ import annotations
 
 import difflib
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
@@ -89,7 +90,8 @@ def known_names() -> str:
     told = {name for names in kinds.values() for name in names}
     kinds["other GGUF "] = [name for name in KINDS if name not in told]
     formats = [name for name in STORED_AS if name not in _NO_FORMATS]
-    return ";\n          ".join(kind + ", ".join(names) for kind, names in {"": formats, **kinds}.items())
+    rows = (kind + ", ".join(names) for kind, names in {"": formats, **kinds}.items())
+    return ";\n          ".join(line for row in rows for line in textwrap.wrap(row, 100, break_on_hyphens=False))
 
 
 def method(field: str, value: Any) -> str | None:
