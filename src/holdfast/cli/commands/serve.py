@@ -26,7 +26,7 @@ from holdfast.config.setting import Refusal, flag_name, refusals, without_effect
 from holdfast.config.sources import FLAG, Gathered, add_flags, add_refused, gather, split
 from holdfast.config.tuning import TUNING
 from holdfast.engine.startup.prespawn import EarlyProcess
-from holdfast.errors import ConfigurationError, HoldfastError
+from holdfast.errors import CheckpointError, ConfigurationError, HoldfastError
 from holdfast.observability.nonblocking_output import unblock_output
 
 if TYPE_CHECKING:
@@ -231,7 +231,7 @@ def run(arguments: argparse.Namespace, words: tuple[str, ...], parse: Parse, ear
         )
     except HoldfastError as error:
         say_fatal(error, words, command_instead(error, words, parse))
-        return 2 if isinstance(error, ConfigurationError) else 1
+        return 2 if isinstance(error, ConfigurationError | CheckpointError) else 1  # Of such files a plan's too.
     finally:
         early.end()  # Whatever stopped us.
 
