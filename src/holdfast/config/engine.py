@@ -389,7 +389,7 @@ class EngineConfig:
         offload_config.check_offload(self, None if self.nvme_path is None else "nvme_path")
         offload_config.check_kv_tiers(self)
         self._check_lora()
-        if self.load_format == "bitsandbytes" and self.quantization not in (None, "bitsandbytes"):
+        if self.load_format == "bitsandbytes" and self.quantization not in (None, "bitsandbytes", "nf4"):
             raise ConfigurationError(
                 f"load_format is bitsandbytes, but quantization is {self.quantization}",
                 needed="the same format in both",

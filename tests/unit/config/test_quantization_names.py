@@ -73,7 +73,7 @@ def test_every_kernel_name_is_of_a_method() -> None:
 
 
 def test_bitsandbytes_as_older_commands_say_it() -> None:
-    for settings in ({}, {"quantization": "bitsandbytes"}):
+    for settings in ({}, {"quantization": "bitsandbytes"}, {"quantization": "nf4"}):
         config = EngineConfig.from_arguments(load_format="bitsandbytes", **settings)
         assert config.asked_quantization == "bitsandbytes"
 
