@@ -247,6 +247,8 @@ def _unknown_arguments(unknown: list[str], meant: Mapping[str, str], program: st
                 if near is None
                 else f"here it is {near}"
             )
+            if near is None and other.canonical(word.split("=")[0]) in ("cache-type-k", "cache-type-v"):
+                here = "--kv-cache-dtype fp8 keeps keys and values in 8 bits here"
             fix = f"a flag of {other.name}; {here}"
         found.append(Refusal(shorten(word), "", word, fix=fix, problem="is not understood"))
     return found

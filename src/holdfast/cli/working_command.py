@@ -224,9 +224,33 @@ def _is_here(config: EngineConfig) -> bool:
 
 
 def with_working_command(error: ConfigurationError, words: Sequence[str], parse: Parse) -> None:
-    """Adds to the error what else is refused, and to its fix the command that passes."""
+    """Adds to the error what else is refused, and below its fix the command that passes."""
     found = working_command(error, words, parse)
     if found is None:
         return
+    _advise_its_value(error, found.command)
     error.message += "".join(f"\n  also refused: {line.splitlines()[0]}" for line in found.also)
-    error.fix = found.command if error.fix is None else f"{error.fix}: {found.command}"
+    error.fix = found.command if error.fix is None else f"{error.fix}\n  run:    {found.command}"
+
+
+def command_instead(error: HoldfastError, words: Sequence[str], parse: Parse) -> str | None:
+    """Of a flag that was refused: the command without everything that would be."""
+    if not isinstance(error, ConfigurationError) or error.field is None:
+        return None
+    found = working_command(error, words, parse)
+    if found is None:
+        return None
+    _advise_its_value(error, found.command)
+    return found.command
+
+
+def _advise_its_value(error: HoldfastError, command: str) -> None:
+    """Not two numbers for one flag: less may be free when the command is tried than when the error was raised."""
+    from holdfast.doctor.command.parse import parse_command
+
+    advised, parsed = _VALUE.match(error.fix or ""), parse_command(command)
+    if error.fix is None or advised is None or parsed is None:
+        return
+    value = parsed.value(advised[1].removeprefix("--"))
+    if value is not None:
+        error.fix = error.fix[: advised.start(2)] + value + error.fix[advised.end(2) :]

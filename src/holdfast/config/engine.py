@@ -44,7 +44,13 @@ KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e
 
 def kv_dtype(field: str, value: Any) -> str:
     """fp8 is vLLM's other name for fp8_e4m3, and the one kept."""
-    found = str(choice(*KV_DTYPES)(field, value))
+    written = value.strip().lower() if isinstance(value, str) else value
+    try:
+        found = str(choice(*KV_DTYPES)(field, written if written in KV_DTYPES else value))
+    except ConfigurationError as error:
+        if (error.fix or "").startswith("leave it out"):  # Other engines' types of few bits: int8, q8_0, nvfp4.
+            error.fix = f"{field} fp8, which takes half of bfloat16's bytes and a quarter of float32's"
+        raise
     return "fp8" if found == "fp8_e4m3" else found
 
 
@@ -383,7 +389,7 @@ class EngineConfig:
         offload_config.check_offload(self, None if self.nvme_path is None else "nvme_path")
         offload_config.check_kv_tiers(self)
         self._check_lora()
-        if self.load_format == "bitsandbytes" and self.quantization not in (None, "bitsandbytes"):
+        if self.load_format == "bitsandbytes" and self.quantization not in (None, "bitsandbytes", "nf4"):
             raise ConfigurationError(
                 f"load_format is bitsandbytes, but quantization is {self.quantization}",
                 needed="the same format in both",

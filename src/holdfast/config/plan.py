@@ -11,6 +11,7 @@ from typing import Any
 from holdfast.config.engine import DEFAULT_UTILIZATION, kv_dtype
 from holdfast.config.nodes import nnodes_setting
 from holdfast.config.parts import offload as offload_config
+from holdfast.config.parts.quantization import as_planned
 from holdfast.config.setting import (
     Origin,
     build,
@@ -67,7 +68,7 @@ class PlanConfig:
     quantization: str | None = setting(
         None,
         "plan as if quantized: awq, gptq, int4, int8, fp8, nf4, or a GGUF type such as Q4_K_M",
-        optional(text),
+        optional(as_planned),
         flags=("-q",),
         metavar="METHOD",
     )

@@ -166,7 +166,7 @@ def require_memory(field: str, written: Any, nbytes: int) -> int:
         f"{field}: {shorten(written)!r} is not valid: {nbytes:,} bytes?",
         needed="at least 1 MiB, as a number with its unit",
         found=shorten(written),
-        fix=f"write {meant}",
+        fix=f"{field} {meant}" if field.startswith("--") else f"write {meant}",
         field=field,
     )
 

@@ -316,22 +316,20 @@ def _kept_dtype(model: Same[ModelSpec], files: Same[Stored], dtype: str, expand:
     return dtype
 
 
-def weight_sizes(spec: ModelSpec, stored: Mapping[str, StoredTensor], dtype: str) -> str:
+def weight_sizes(kept_bytes: int, expanded_bytes: int, dtype: str) -> str:
     """Both, for people to read."""
-    expanded = weights_bytes(spec, stored, dtype=dtype, expand=True)
-    kept = weights_bytes(spec, stored, dtype=dtype, expand=False)
-    return f"{format_bytes(expanded)} in {dtype} against {format_bytes(kept)} in blocks"
+    return f"{format_bytes(kept_bytes)}; expanded to {dtype} {format_bytes(expanded_bytes)}"
 
 
 def expands(
-    spec: ModelSpec, stored: Mapping[str, StoredTensor], *, dtype: str, fast_blocks: bool, budget_bytes: int
+    kept_bytes: int, expanded_bytes: int, *, dtype: str, fast_blocks: bool, budget_bytes: int
 ) -> tuple[bool, str]:
     """Whether quantized weights are expanded when nobody says, and why. `fast_blocks`: products with all of them as
     they are stored are the faster ones here."""
-    sizes = weight_sizes(spec, stored, dtype)
+    sizes = weight_sizes(kept_bytes, expanded_bytes, dtype)
     if fast_blocks:
-        return False, f"compiled products read them as they are: fewer bytes, and faster: {sizes}"
-    if weights_bytes(spec, stored, dtype=dtype, expand=True) <= EXPAND_SHARE * budget_bytes:
+        return False, f"compiled products read them as they are, which is faster: {sizes}"
+    if expanded_bytes <= EXPAND_SHARE * budget_bytes:
         return True, f"faster, and there is room to spare: {sizes}"
     return False, f"expanded they would take more than {EXPAND_SHARE:.0%} of the budget: {sizes}"
 

@@ -119,8 +119,9 @@ def detail_lines(info: EngineInfo, *, parallel_size: int = 1) -> list[str]:
 
 
 def _in_fewer_bits(info: EngineInfo) -> str:
-    times = {"float32": "four times", "float16": "twice", "bfloat16": "twice"}.get(info.dtype)
-    return f", in {info.kv_dtype}: {times} {info.dtype}'s" if info.kv_dtype.startswith("fp8") and times else ""
+    """Of bytes: how many tokens there are may be limited by more than memory."""
+    share = {"float32": "a quarter", "float16": "half", "bfloat16": "half"}.get(info.dtype)
+    return f", in {info.kv_dtype}: {share} of {info.dtype}'s bytes" if info.kv_dtype.startswith("fp8") and share else ""
 
 
 def _count(parameters: int) -> str:

@@ -92,7 +92,7 @@ def test_the_fix_is_the_command_that_works(capsys: pytest.CaptureFixture[str]) -
     assert "--logprobs-mode is not supported: log-probabilities are those of the raw logits" in said
     fix = said.rpartition("fix:")[2].strip()
     assert fix == (
-        "leave out --logprobs-mode, --kv-events-config, --enable-prompt-embeds: "
+        "leave out --logprobs-mode, --kv-events-config, --enable-prompt-embeds\n  run:    "
         'holdfast serve a/b --port=9 -q awq --api-key "${API_KEY:?}"'
     )
     engine, server = read(*shlex.split(fix.partition("holdfast serve ")[2]))

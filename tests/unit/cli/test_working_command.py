@@ -95,6 +95,7 @@ def test_no_command_is_printed_where_none_passes(capsys: pytest.CaptureFixture[s
         ("M -ctk q8_0 --port 9", "M --port 9"),
         ("M --mem-fraction-static 0.8 -np 4", "M --gpu-memory-utilization 0.8 --max-num-seqs 4"),
         ("M --max-running-requests=3 -ub 512", "M --max-num-seqs=3 --max-num-batched-tokens 512"),
+        ("M --ram 24 --port 9", "M --ram 24GiB --port 9"),
         ("--prot 8106 --gpu-memory-utilization 1.5", "--port 8106 --gpu-memory-utilization 0.9"),
     ],
 )
@@ -104,7 +105,8 @@ def test_a_misspelt_flag_is_renamed_and_nothing_that_guards_is_dropped(
     assert main(["serve", *asked.split()]) == 2
     said = capsys.readouterr().err
     assert "secret" not in said
-    fix = said.partition("fix:")[2].strip().splitlines()[0]
+    advised = said.partition("fix:")[2].strip().splitlines()
+    fix = next((line for line in advised if line.startswith("  run: ")), advised[0])
     command = fix.rpartition("holdfast serve")[2]
     if printed is None:
         assert "holdfast serve" not in fix or command.strip() == "--help"

@@ -25,7 +25,7 @@ from holdfast.units import GIB
         ({"gpu_layers": "auto"}, OffloadRequest()),
         ({"gpu_layers": "20"}, OffloadRequest(gpu_layers=20)),
         ({"gpu_layers": "all"}, OffloadRequest(gpu_layers=1 << 16)),
-        ({"gpu_layers": "-1"}, OffloadRequest(gpu_layers=1 << 16)),
+        ({"gpu_layers": "-1"}, OffloadRequest()),
         ({"gpu_layers": 99}, OffloadRequest(gpu_layers=99)),
         ({"cpu_offload_gb": 10.5}, OffloadRequest(cpu_bytes=int(10.5 * GIB))),
         ({"cpu_offload_gb": "0"}, OffloadRequest()),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from holdfast.config.engine import EngineConfig
-from holdfast.config.parts.quantization import KERNEL_NAMES, MADE_WHILE_LOADING, STORED_AS, method
+from holdfast.config.parts.quantization import KERNEL_NAMES, MADE_WHILE_LOADING, READ_FORMATS, STORED_AS, method
+from holdfast.config.plan import PlanConfig
 from holdfast.errors import ConfigurationError
 
 
@@ -17,8 +18,12 @@ from holdfast.errors import ConfigurationError
         (" gptq_marlin ", "gptq_marlin"),
         ("compressed_tensors", "compressed-tensors"),
         ("bnb", "bitsandbytes"),
-        ("nf4", "bitsandbytes"),
-        ("W4A16", "compressed-tensors"),
+        ("nf4", "nf4"),
+        ("W4A16", "w4a16"),
+        ("int8", "int8"),
+        ("modelopt_fp4", "modelopt_fp4"),
+        ("q4_k_m", "Q4_K_M"),
+        ("Q4_K", "Q4_K_M"),
         ("auto", None),
         ("None", None),
         ("", None),
@@ -27,16 +32,22 @@ from holdfast.errors import ConfigurationError
 def test_names_as_people_write_them(written: str, kept: str | None) -> None:
     assert method("--quantization", written) == kept
     assert EngineConfig.from_arguments(quantization=written).asked_quantization == kept
+    planned = PlanConfig.from_arguments(quantization=written).quantization
+    assert planned == (None if kept is None else written.strip()), "the same names, repeated as they were written"
 
 
-@pytest.mark.parametrize("written", ["aqlm", "hqq", "nvfp4", "modelopt_fp4", "torchao", 4, True])
-def test_what_is_not_read_is_refused_with_what_runs(written: object) -> None:
+@pytest.mark.parametrize("written", ["aqlm", "hqq", "modelopt_mxfp8", "torchao", 4, True])
+@pytest.mark.parametrize("config", [EngineConfig, PlanConfig])
+def test_what_is_not_read_is_refused_with_what_runs(config: type[EngineConfig | PlanConfig], written: object) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        EngineConfig.from_arguments(quantization=written)
+        config.from_arguments(quantization=written)
+    assert caught.value.code == "HF144"
     assert str(written) in caught.value.message
-    assert "AWQ, GPTQ, FP8" in (caught.value.fix or "")
-    assert "--quantization int4" in (caught.value.fix or "")
-    assert "compressed-tensors" in (caught.value.needed or "")
+    assert (caught.value.fix or "").startswith("leave --quantization out")
+    assert "with fp8 or int4" in (caught.value.fix or "")
+    for name in (*READ_FORMATS, "w4a16", "awq_marlin", "Q4_K_M"):
+        assert name in (caught.value.needed or "")
+    assert "nvfp4" not in (caught.value.needed or "")
     # A name of vLLM's is known, and said to be one that is not there; others are not known to anybody.
     assert ("no such method" in caught.value.message) == (written in (4, True))
 
@@ -46,7 +57,7 @@ def test_what_is_not_read_is_refused_with_what_runs(written: object) -> None:
     [
         ("awk", "no such method", "did you mean --quantization awq?"),
         ("gptq_marlim", "no such method", "did you mean --quantization gptq_marlin?"),
-        ("q4_k_m", "a type of GGUF files", "name such a file instead, or owner/name-GGUF:Q4_K_M"),
+        ("q4km", "no such method", "did you mean --quantization Q4_K_M?"),
     ],
 )
 def test_what_may_be_meant_is_said(written: str, message: str, fix: str) -> None:
@@ -62,7 +73,7 @@ def test_every_kernel_name_is_of_a_method() -> None:
 
 
 def test_bitsandbytes_as_older_commands_say_it() -> None:
-    for settings in ({}, {"quantization": "bitsandbytes"}):
+    for settings in ({}, {"quantization": "bitsandbytes"}, {"quantization": "nf4"}):
         config = EngineConfig.from_arguments(load_format="bitsandbytes", **settings)
         assert config.asked_quantization == "bitsandbytes"
 

@@ -6,6 +6,7 @@ import pytest
 
 from holdfast.config import EngineConfig, ServerConfig
 from holdfast.config.engine import REFUSED as ENGINE_REFUSED
+from holdfast.config.plan import PlanConfig
 from holdfast.config.server import REFUSED as SERVER_REFUSED
 from holdfast.config.sources import add_flags, gather, split
 from holdfast.errors import ConfigurationError
@@ -170,3 +171,9 @@ def test_what_replaces_values_of_the_models_config() -> None:
     )
     assert config.config_overrides == {"rope_scaling": {"rope_type": "yarn"}, "rope_theta": 1e6, "vocab_size": 3}
     assert EngineConfig().config_overrides == {}
+
+
+@pytest.mark.parametrize(("written", "kept"), [("FP8", "fp8"), ("fp8_e4m3", "fp8"), ("BFloat16", "bfloat16")])
+def test_types_of_the_kv_cache_may_be_written_in_capitals(written: str, kept: str) -> None:
+    assert EngineConfig.from_arguments(kv_cache_dtype=written).kv_cache_dtype == kept
+    assert PlanConfig.from_arguments(kv_cache_dtype=written).kv_cache_dtype == kept

@@ -32,6 +32,8 @@ def test_a_format_that_the_model_does_not_have_is_left_out(words: str, command: 
     [
         ("Qwen/Qwen3-8B -q awq", "holdfast serve Qwen/Qwen3-8B -q int4"),
         ("Qwen/Qwen3-8B --quantization=bitsandbytes", "holdfast serve Qwen/Qwen3-8B --quantization=int4"),
+        ("Qwen/Qwen3-8B -q int8", "holdfast serve Qwen/Qwen3-8B -q fp8"),
+        ("Qwen/Qwen3-8B-AWQ -q w4a16", "holdfast serve Qwen/Qwen3-8B-AWQ"),
         ("Qwen/Qwen3-8B-AWQ --quantization gptq_marlin", "holdfast serve Qwen/Qwen3-8B-AWQ"),
         ("Qwen/Qwen3-8B-AWQ --quantization fp8", "holdfast serve Qwen/Qwen3-8B-AWQ"),
         ("Qwen/Qwen3-8B-AWQ -q awq_marlin", None),
@@ -116,3 +118,17 @@ def test_files_that_holdfast_does_not_read_are_said_before_it_does(tmp_path: Pat
     assert finding.fix is not None
     assert "--quantization int4" in finding.fix.why
     assert not judge_command(f"vllm serve {tmp_path}", machine=CommandMachine(gpu="rtx4090")).findings
+
+
+def test_no_download_is_advised_of_what_is_not_read_then(tmp_path: Path) -> None:
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128, "hidden_size": 64,
+        "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for flags in ("", " -q modelopt"):
+        found = judge_command(f"holdfast serve {tmp_path}{flags}", machine=CommandMachine(ram="64GiB")).findings
+        assert any("weights in NVFP4" in finding.what for finding in found)
+        assert "holdfast pull" not in str(found)
+        assert any("GGUF" in finding.fix.why for finding in found if finding.fix is not None)

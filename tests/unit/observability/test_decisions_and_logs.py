@@ -114,8 +114,8 @@ def test_ready_lines_have_what_people_look_for():
         assert part in text
     assert "served as" not in ready_lines(info, ["smollm2"])[0]
     for dtype, line in (
-        ("bfloat16", "in fp8_e4m3: twice bfloat16's"),
-        ("float32", "in fp8_e4m3: four times float32's"),
+        ("bfloat16", "in fp8_e4m3: half of bfloat16's bytes"),
+        ("float32", "in fp8_e4m3: a quarter of float32's bytes"),
     ):
         smaller = msgspec.structs.replace(info, dtype=dtype, kv_dtype="fp8_e4m3")
         assert f"KV cache size: 16,384 tokens, {line}" in ready_lines(smaller)

@@ -8,10 +8,11 @@ import gguf
 import pytest
 
 from holdfast.checkpoints import LAYOUTS
+from holdfast.config.parts.gguf_kinds import KINDS, kind_of
 from holdfast.errors import ConfigurationError
 from holdfast.models import catalogue, describe_config
 from holdfast.planner.inputs.question import PlannedModel
-from holdfast.planner.models.gguf_mixes import KINDS, description, kind_of, layouts_of
+from holdfast.planner.models.gguf_mixes import description, layouts_of
 from holdfast.planner.models.model_sources import llama_source
 from holdfast.planner.models.quantize import quantized_as
 from holdfast.planner.models.resolve import resolve_model
@@ -95,7 +96,7 @@ def test_names_that_mean_a_gguf_file_say_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "near"), [("awq-marlin", "awq_marlin"), ("q4km", "Q4_K_M"), ("compressed_tensor", "compressed-tensors")]
+    ("asked", "near"), [("awq-marlin", "awq_marlin"), ("q4km", "Q4_K_M"), ("compressed_tensor", "compressed_tensors")]
 )
 def test_a_name_that_is_not_known_says_the_nearest(asked: str, near: str) -> None:
     with pytest.raises(ConfigurationError) as caught:

@@ -13,6 +13,7 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast import plan
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigurationError, DoesNotFitError
 from holdfast.footprint.lora import held_bytes
@@ -539,3 +540,10 @@ def test_no_tier_ever_holds_more_than_it_has(name: str, vram: int, pinned: int, 
         alone = place(replace(question, machine=fewer))
         assert alone is not None
         assert alone.ram_short_bytes > 0, "a disk is used only where RAM alone does not do"
+
+
+def test_flags_that_divide_the_model_are_named_where_layers_would_wait_in_ram() -> None:
+    with pytest.raises(ConfigurationError, match="layers cannot be streamed") as caught:
+        plan("llama-3.1-8b", gpu="rtx4090x2", gpu_layers=30, tensor_parallel_size=2)
+    assert caught.value.found == "rtx4090, with -tp 2"
+    assert caught.value.fix == "leave -tp 2 out, or --gpu-layers 30"

@@ -92,11 +92,42 @@ def test_ways_to_write_a_config_are_held_against_its_own_word() -> None:
                 continue
             with pytest.raises(ConfigurationError, match=asked):
                 requested(asked, spec.quantization, gguf=False, name="m")
-            with pytest.raises(ConfigurationError, match=r"already quantized|is not known"):
+            with pytest.raises(ConfigurationError, match=r"already quantized|only says"):
                 quantized_as(planned, asked)
 
 
-@pytest.mark.parametrize("asked", ["awq", "gptq_marlin", "compressed-tensors", "bitsandbytes", "mxfp4", "moe_wna16"])
+@pytest.mark.parametrize(
+    ("asked", "true"),
+    [("w8a8", True), ("int8", True), ("compressed-tensors", True), ("w8a16", False), ("w4a16", False), ("int4", False)],
+)
+def test_a_scheme_is_held_against_bits_and_inputs(asked: str, true: bool) -> None:
+    """Of a checkpoint of compressed-tensors: W8A8 in INT8."""
+    stored = QuantSpec(method="int8", bits=8, granularity="channel", inputs="int8", quant_method="compressed-tensors")
+    if true:
+        assert requested(asked, stored, gguf=False, name="m").made is None
+        return
+    with pytest.raises(ConfigurationError, match=f"--quantization {asked} does not match m, which has int8") as caught:
+        requested(asked, stored, gguf=False, name="m")
+    assert caught.value.code == "HF144"
+
+
+def test_nf4_is_no_int8_of_bitsandbytes() -> None:
+    eight = QuantSpec(method="bitsandbytes", bits=8, granularity="channel")
+    assert requested("bitsandbytes", eight, gguf=False, name="m").made is None
+    with pytest.raises(ConfigurationError, match="nf4 does not match"):
+        requested("nf4", eight, gguf=False, name="m")
+
+
+@pytest.mark.parametrize("asked", ["int8", "w8a8", "w8a16", "Q8_0"])
+def test_who_asks_for_eight_bits_is_told_of_fp8(asked: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        requested(asked, None, gguf=False, name="owner/model")
+    assert (caught.value.fix or "").startswith("--quantization fp8, ")
+
+
+@pytest.mark.parametrize(
+    "asked", ["awq", "gptq_marlin", "compressed-tensors", "bitsandbytes", "mxfp4", "moe_wna16", "w4a16", "Q4_K_M"]
+)
 def test_what_only_says_how_files_are_stored_makes_nothing(asked: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         requested(asked, None, gguf=False, name="owner/model")
@@ -111,6 +142,9 @@ def test_a_gguf_file_is_gguf() -> None:
             requested(asked, None, gguf=True, name="m.gguf")
     with pytest.raises(ConfigurationError, match="unquantized weights"):
         requested("gguf", None, gguf=False, name="m")
+    assert requested("Q4_K_M", None, gguf=True, name="m-q4_k_m.gguf").made is None
+    with pytest.raises(ConfigurationError, match="blocks of a GGUF file"):
+        requested("Q8_0", None, gguf=True, name="m-q4_k_m.gguf")
 
 
 def test_mixed_schemes_are_confirmed_by_any_of_them() -> None:

@@ -351,7 +351,7 @@ def test_a_quantization_comes_with_a_decision() -> None:
     assert resolve_model("llama-3.1-8b-awq", quantization="awq").decisions[-1].source == "model"
 
 
-@pytest.mark.parametrize("method", ["", "wishful", "Q9_K", "x" * 500])
+@pytest.mark.parametrize("method", ["aqlm", "wishful", "Q9_K", "x" * 500])
 def test_unknown_methods(method: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         resolve_model("llama-3.1-8b", quantization=method)

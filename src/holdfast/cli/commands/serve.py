@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from holdfast.cli.fatal import command_line, say_fatal
-from holdfast.cli.working_command import Parse, with_working_command, working_command
+from holdfast.cli.working_command import Parse, command_instead, with_working_command
 from holdfast.config import EngineConfig, ServerConfig
 from holdfast.config.engine import REFUSED as ENGINE_REFUSED
 from holdfast.config.server import LOG_LEVELS
@@ -26,7 +26,7 @@ from holdfast.config.setting import Refusal, flag_name, refusals, without_effect
 from holdfast.config.sources import FLAG, Gathered, add_flags, add_refused, gather, split
 from holdfast.config.tuning import TUNING
 from holdfast.engine.startup.prespawn import EarlyProcess
-from holdfast.errors import ConfigurationError, HoldfastError
+from holdfast.errors import CheckpointError, ConfigurationError, HoldfastError
 from holdfast.observability.nonblocking_output import unblock_output
 
 if TYPE_CHECKING:
@@ -230,18 +230,10 @@ def run(arguments: argparse.Namespace, words: tuple[str, ...], parse: Parse, ear
             engine_config, server_config, early, words, settings, said_of(arguments), lambda: read_settings(arguments)
         )
     except HoldfastError as error:
-        say_fatal(error, words, _command_instead(error, words, parse))
-        return 2 if isinstance(error, ConfigurationError) else 1
+        say_fatal(error, words, command_instead(error, words, parse))
+        return 2 if isinstance(error, ConfigurationError | CheckpointError) else 1  # Of such files a plan's too.
     finally:
         early.end()  # Whatever stopped us.
-
-
-def _command_instead(error: HoldfastError, words: tuple[str, ...], parse: Parse) -> str | None:
-    """Of a flag that was refused: the command without everything that would be."""
-    if not isinstance(error, ConfigurationError) or error.field is None:
-        return None
-    found = working_command(error, words, parse)
-    return None if found is None else found.command
 
 
 def _run(

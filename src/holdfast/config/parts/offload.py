@@ -107,11 +107,11 @@ def offload_request(config: OffloadSettings) -> OffloadRequest:
 
 
 def _layers(field: str, value: Any) -> int | None:
-    """llama.cpp's words; -1 was its older word for all."""
+    """llama.cpp's words: -1 is its number for auto."""
     written = str(value).strip().lower()
-    if written == "auto":
+    if written in ("auto", "-1"):
         return None
-    if written in ("all", "-1"):
+    if written == "all":
         return MOST_LAYERS
     return int(whole(0, MOST_LAYERS)(field, value))
 

@@ -21,6 +21,7 @@ _FAMILIES = {
     "gptq": "gptq", "gptq_marlin": "gptq", "auto_gptq": "gptq", "marlin": "gptq",
 }  # fmt: skip
 """Of `--quantization`, what names only how files are stored, and can make nothing so while loading."""
+_MADE_INSTEAD = re.compile(r"--quantization (int4|fp8), which quantizes it to (\d bits)")
 _SINCE = re.compile(r"\b(?:in vLLM )?since (\d+\.\d+(?:\.\d+)?)\b")
 _ENGINES = ("vLLM needs", "SGLang needs", "Holdfast needs")
 
@@ -68,9 +69,9 @@ def _holdfast_refuses(command: ServerCommand, question: Question) -> Finding | N
         asked = None if written is None else method("--quantization", written)
         requested(asked, stored, gguf=model.format == "gguf", name=command.model or model.name)
     except ConfigurationError as error:
-        makes = "--quantization int4" in (error.fix or "")
-        change = {"--quantization": "int4" if makes else None}
-        why = "quantized to 4 bits while loading" if makes else "the checkpoint says how it is stored"
+        makes = _MADE_INSTEAD.match(error.fix or "")
+        change = {"--quantization": None if makes is None else makes[1]}
+        why = "the checkpoint says how it is stored" if makes is None else f"quantized to {makes[2]} while loading"
         return found(
             "bad_flag",
             "not_memory",

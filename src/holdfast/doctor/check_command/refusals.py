@@ -71,9 +71,18 @@ def no_model(command: ServerCommand, error: ModelError, *, elsewhere: bool = Fal
 
 def no_weights(command: ServerCommand, question: Question) -> Finding | None:
     """Of a folder of this machine: a config is enough for a plan, and not for a server."""
+    from holdfast.models.runnable import require_runnable
+
     model = question.model.unquantized or question.model
     if model.origin != "folder" or model.format != "none" or command.value("load-format") == "dummy":
         return None
+    if command.engine == "holdfast" and model.spec.quantization is not None and model.spec.quantization.lacking:
+        try:
+            require_runnable(model.spec, ())
+        except CheckpointError as error:
+            return _unread(error)  # Not a download that is refused then.
+        except ModelError:
+            pass
     pull = Fix(why="download the weights into it too: holdfast pull OWNER/NAME fetches every file")
     dummy = changed(command, {"--load-format": "dummy"}, "only to try settings", "random weights, so random answers")
     return found(

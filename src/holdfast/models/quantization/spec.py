@@ -16,7 +16,8 @@ Granularity = Literal["tensor", "channel", "group", "block"]
 Inputs = Literal["plain", "fp8", "int8"]
 INSTEAD = (
     "use this model in AWQ (gemm layout), GPTQ of 4 or 8 bits, FP8, compressed-tensors W4A16 or W8A8, bitsandbytes NF4,"
-    " as a GGUF file, or unquantized with --quantization int4 or fp8"
+    " as a GGUF file, or unquantized with --quantization int4 or fp8; which are published:"
+    " holdfast plan OWNER/NAME, of the unquantized model"
 )
 """Of what this engine cannot read."""
 

@@ -448,7 +448,7 @@ def _chosen(question: Question, limits: Limits) -> tuple[CpuCount, list[Decision
 def _expanded_or_not(count: CpuCount) -> tuple[CpuCount, Decision]:
     """Of weights that are quantized: as `count` has them, or expanded where that is left to us and worth its memory."""
     weights, setting, dtype = count.weights, count.settings.expand_weights, count.dtype
-    spec, stored, most = weights.spec, weights.stored, count.limits.max_model_len
+    stored, most = weights.stored, count.limits.max_model_len
     kept = _why_kept(count)
     if kept is not None and setting == "always":
         raise ConfigurationError(
@@ -460,10 +460,15 @@ def _expanded_or_not(count: CpuCount) -> tuple[CpuCount, Decision]:
         )
     if stored is None or kept is not None:
         return count, Decision("weights", weights.format or "quantized", kept or "dummies of that format", "model")
-    sizes = reason = cpu.weight_sizes(spec, stored, dtype)
+    held, expanded_bytes = (
+        weights.nbytes(dtype=dtype, expand=expand, compiled=count.compiled) for expand in (False, True)
+    )
+    sizes = reason = cpu.weight_sizes(held, expanded_bytes, dtype)
     if setting == "auto":
         fast = count.compiled and multiplied_as_stored(count.question)
-        expand, reason = cpu.expands(spec, stored, dtype=dtype, fast_blocks=fast, budget_bytes=count.budget_bytes)
+        expand, reason = cpu.expands(
+            held, expanded_bytes, dtype=dtype, fast_blocks=fast, budget_bytes=count.budget_bytes
+        )
         expanded = count_on_cpu(count.question, count.limits, expand=True) if expand else count
         if expanded.longest(most) >= count.longest(most):
             count = expanded
@@ -478,6 +483,8 @@ def _why_kept(count: CpuCount) -> str | None:
     if count.weights.quantize is not None:
         return "they are quantized while loading, as set"
     kept, expanded = (
-        count.weights.nbytes(dtype=count.dtype, expand=expand, compiled=count.compiled) for expand in (False, True)
+        # Plain matrices count alike in both: whether they are kept in half precision is another question.
+        count.weights.nbytes(dtype=count.dtype, expand=expand)
+        for expand in (False, True)
     )
     return "their inputs are rounded too, which belongs to the product" if expanded == kept else None

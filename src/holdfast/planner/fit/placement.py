@@ -107,14 +107,24 @@ def check_can_stream(question: Question) -> None:
         device = question.machine.devices[0]
         what = "experts cannot wait in RAM" if asked.experts_by_hand else "layers cannot be streamed"
         of_machine = ", whose memory is the machine's" if device.unified else ""
+        split = _split(question)
         raise ConfigurationError(
             f"{asked.flag}: {what} here",
             code=CANNOT_STREAM,
-            needed="one GPU with memory of its own",
-            found=f"{device.name}{of_machine}",
-            fix="leave it out",
+            needed="one GPU with memory of its own" + (", and one rank" if split else ""),
+            found=f"{device.name}{of_machine}{f', with {split}' if split else ''}",
+            fix=f"leave {split} out, or {asked.flag}" if split else "leave it out",
             field="gpu_layers",
         )
+
+
+def _split(question: Question) -> str:
+    """Flags that divide the model, or the requests, over several ranks."""
+    settings = question.settings
+    sizes = {
+        "-tp": settings.tensor_parallel or 1, "-pp": settings.pipeline_parallel, "-dp": settings.data_parallel
+    }  # fmt: skip
+    return " ".join(f"{flag} {size}" for flag, size in sizes.items() if size > 1)
 
 
 def may_stream(question: Question) -> bool:

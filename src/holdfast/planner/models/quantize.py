@@ -9,25 +9,26 @@ those who make a GGUF of it unpack first.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 
 from holdfast.checkpoints import ENGINE_LAYOUTS, LAYOUTS, StoredTensor
-from holdfast.config.parts.quantization import KERNEL_NAMES, MADE_WHILE_LOADING
+from holdfast.config.parts.gguf_kinds import KINDS, kind_of
+from holdfast.config.parts.quantization import KERNEL_NAMES, MADE_WHILE_LOADING, STORED_AS, UNKNOWN_METHOD, known_names
+from holdfast.config.parts.quantization import method as method_called
 from holdfast.errors import CheckpointError, ConfigurationError
 from holdfast.footprint.identity_key import Same
 from holdfast.footprint.layouts import is_quantized
 from holdfast.models import QuantSpec, TensorSpec, text_alone
 from holdfast.planner.inputs.question import PlannedModel
-from holdfast.planner.models.gguf_mixes import KINDS, kind_of, layouts_of
+from holdfast.planner.models.gguf_mixes import layouts_of
 from holdfast.planner.models.requested import true_of
 from holdfast.planner.sizing.engine_weights import NO_FILE, OF_QUANTIZATION, held_or_not
 from holdfast.planner.sizing.sharded_weights import layouts_by_size, weights_of
 from holdfast.units import shorten
 
-CANNOT_QUANTIZE = "HF144"
+CANNOT_QUANTIZE = UNKNOWN_METHOD
 
 _SPECS: Mapping[str, QuantSpec] = {
     "awq": QuantSpec(method="awq", bits=4, group_size=128, symmetric=False),
@@ -39,11 +40,10 @@ _SPECS: Mapping[str, QuantSpec] = {
     # Without a second quantization of the scales, as servers make it while loading.
     "nf4": QuantSpec(method="bitsandbytes", bits=4),
 }
-_OTHER_SPELLINGS = {
-    **{name: method for name, method in KERNEL_NAMES.items() if method in _SPECS},
-    "w4a16": "int4", "w8a8": "int8", "compressed-tensors": "int4", "bitsandbytes": "nf4", "bnb": "nf4",
+_AS_ONE_OF_THEM = {
+    "w4a16": "int4", "w8a8": "int8", "w8a16": "int8", "compressed-tensors": "int4", "bitsandbytes": "nf4",
 }  # fmt: skip
-_STORED_NAMES = ("compressed-tensors", "bitsandbytes", "mxfp4", "mxfp4_moe", "moe_wna16", "auto-round", "inc")
+"""Names of --quantization that leave a choice, or say more than bytes depend on."""
 METHODS = (*_SPECS, *KINDS)
 
 
@@ -56,17 +56,21 @@ def quantized_as(model: PlannedModel, asked: str) -> PlannedModel:
 def _quantized_as(key: Same[PlannedModel], asked: str) -> PlannedModel:
     """Once for all the GPUs that a model is compared on."""
     model, name = key.held, asked.strip()
-    plain = _OTHER_SPELLINGS.get(name.lower(), name.lower())
-    kind = kind_of(name)
-    if _already(model, name, plain, kind):
+    called = method_called("--quantization", name)
+    if called is None:
+        return model
+    family = KERNEL_NAMES.get(called, called)
+    plain, kind = _AS_ONE_OF_THEM.get(family, family), kind_of(family)
+    if _already(model, family, kind):
         return model
     if plain not in _SPECS and kind is None:
+        _require_plain(model, name)
         raise ConfigurationError(
-            f"quantization: {shorten(name)!r} is not known",
+            f"--quantization {shorten(name)} only says how a checkpoint is stored, and {model.name} is unquantized",
             code=CANNOT_QUANTIZE,
-            needed=_known_methods(),
-            found=shorten(name),
-            fix=_nearest(name),
+            needed=known_names(),
+            found="an unquantized model",
+            fix="--quantization Q4_K_M, or another type of GGUF files" if family == "gguf" else "--quantization gptq",
             field="quantization",
         )
     if kind is not None and model.spec.quantization is not None and model.spec.quantization.method == "fp8":
@@ -89,33 +93,12 @@ def _quantized_as(key: Same[PlannedModel], asked: str) -> PlannedModel:
     return packed
 
 
-def _known_methods() -> str:
-    """By kind: all in one row are too many to read."""
-    gguf = [name for name in METHODS if kind_of(name) is not None]
-    others = [name for name in METHODS if name not in gguf]
-    kinds = {
-        "k-quants": [name for name in gguf if "_K" in name],
-        "i-quants": [name for name in gguf if name.startswith("IQ")],
-    }
-    told = {name for names in kinds.values() for name in names}
-    rows = [", ".join(others), *(f"{kind} {', '.join(names)}" for kind, names in kinds.items())]
-    rows.append("other GGUF " + ", ".join(name for name in gguf if name not in told))
-    return ";\n          ".join(rows)
-
-
-def _nearest(name: str) -> str:
-    known = {known.lower(): known for known in (*METHODS, *_OTHER_SPELLINGS)}
-    near = difflib.get_close_matches(name.lower(), known, n=1)
-    return f"did you mean --quantization {known[near[0]]}?" if near else "--quantization fp8, awq or Q4_K_M, or none"
-
-
-def _already(model: PlannedModel, name: str, plain: str, kind: str | None) -> bool:
+def _already(model: PlannedModel, family: str, kind: str | None) -> bool:
     stored = model.spec.quantization
     if stored is not None:
-        if name.lower() in _STORED_NAMES:
-            return true_of("mxfp4" if name.lower() == "mxfp4_moe" else name.lower(), stored)
-        return plain in _SPECS and stored.method == _SPECS[plain].method
-    if name.lower() == "gguf":
+        of_files = "mxfp4" if kind == "MXFP4_MOE" else family
+        return of_files in STORED_AS and true_of(of_files, stored)
+    if family == "gguf":
         return model.format == "gguf"
     if model.format != "gguf" or kind is None or not model.stored:
         return False

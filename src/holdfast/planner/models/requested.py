@@ -4,6 +4,7 @@
     fp8, int4             quantized on the way  confirmed             refused
     awq, gptq, mxfp4 ...  refused               confirmed             refused
     gguf                  refused               refused               of a GGUF file: confirmed
+    Q4_K_M, Q8_0, ...     refused               refused               of a file whose name says so: confirmed
 
 For an engine that starts: `holdfast plan` plans with quantizations that nobody has made yet (quantize.py). Counts
 nothing and reads no file.
@@ -14,7 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from holdfast.config.parts.quantization import KERNEL_NAMES, MADE_WHILE_LOADING, STORED_AS
+from holdfast.checkpoints.sources.select_files import quantization_of
+from holdfast.config.parts.gguf_kinds import kind_of
+from holdfast.config.parts.quantization import BITS_AND_INPUTS, KERNEL_NAMES, MADE_WHILE_LOADING, STORED_AS
 from holdfast.errors import ConfigurationError
 from holdfast.models import QuantSpec
 from holdfast.observability.decisions import Decision
@@ -25,8 +28,14 @@ _WHILE_LOADING = {
     "int4": "the checkpoint is unquantized: its linear layers become 4-bit integers while they are loaded, a scale for"
     " each 128 weights of a row; a checkpoint made with AWQ or GPTQ loses less",
 }
-_CONFIGS = {"compressed-tensors": "compressed-tensors", "auto-round": "auto-round", "inc": "auto-round"}
-"""Names of a way to write configs, and of no way to store weights: the quant_method that each is true of."""
+_CONFIGS = {
+    **dict.fromkeys(("compressed-tensors", "w4a16", "w8a16", "w8a8"), "compressed-tensors"),
+    "modelopt": "modelopt",
+    "auto-round": "auto-round",
+    "inc": "auto-round",
+}
+"""Names of a way to write configs, or of what only that can say: the quant_method that each is true of."""
+_EIGHT_BITS = ("int8", "w8a8", "w8a16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +52,11 @@ def requested(asked: str | None, stored: QuantSpec | None, *, gguf: bool, name: 
         return Requested()
     family = KERNEL_NAMES.get(asked, asked)
     if gguf or family == "gguf":
-        if gguf and family == "gguf":
+        if gguf and (family == "gguf" or quantization_of(name) == asked.upper()):
             return Requested()
         raise _mismatch(asked, "blocks of a GGUF file" if gguf else _described(stored), name)
     if stored is not None:
-        if not true_of(family, stored):
+        if family not in STORED_AS or not true_of(family, stored):
             raise _mismatch(asked, _described(stored), name)
         return Requested(decisions=_alias(asked, family, stored.method))
     if family == "fp8":
@@ -60,9 +69,11 @@ def requested(asked: str | None, stored: QuantSpec | None, *, gguf: bool, name: 
 def true_of(name: str, stored: QuantSpec) -> bool:
     """Whether a checkpoint is stored as a name of `STORED_AS` says."""
     written = _CONFIGS.get(name)
-    if written is not None and stored.quant_method:
-        return stored.quant_method == written
-    return bool(set(_methods(stored)) & set(STORED_AS[name]))
+    if written is not None and stored.quant_method and stored.quant_method != written:
+        return False
+    ways = [one for one in (stored, *stored.others) if one.method in STORED_AS[name]]
+    said = BITS_AND_INPUTS.get(name)
+    return any(said is None or said == (one.bits, one.inputs != "plain") for one in ways)
 
 
 def _alias(asked: str, family: str, method: str) -> tuple[Decision, ...]:
@@ -97,12 +108,15 @@ def _mismatch(asked: str, found: str, name: str) -> ConfigurationError:
 
 def _not_quantized(asked: str, name: str) -> ConfigurationError:
     """Also of bitsandbytes, which vLLM makes while loading: four bits of another kind are what we make."""
-    does = "quantizes no checkpoint while loading" if asked == "bitsandbytes" else "only says how one is stored"
+    kind = kind_of(asked) if asked not in STORED_AS else None
+    does = "quantizes no checkpoint while loading" if STORED_AS.get(asked) == ("bitsandbytes",) else None
+    eight = asked in _EIGHT_BITS or (kind or "").startswith("Q8")
+    instead = "fp8, which quantizes it to 8 bits while loading" if eight else "int4, which quantizes it to 4 bits"
     return ConfigurationError(
-        f"--quantization {asked} {does}, and {name} is unquantized",
+        f"--quantization {asked} {does or 'only says how one is stored'}, and {name} is unquantized",
         code=MISMATCH,
-        needed=f"a checkpoint stored as {asked}",
+        needed=f"a checkpoint stored as {asked}" if kind is None else f"a GGUF file of type {asked}",
         found="unquantized weights",
-        fix="--quantization int4, which quantizes it to 4 bits while loading",
+        fix=f"--quantization {instead}" + ("" if eight else " while loading"),
         field="quantization",
     )

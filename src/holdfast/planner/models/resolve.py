@@ -30,6 +30,7 @@ from holdfast.checkpoints import (
 from holdfast.checkpoints.sources import builtin
 from holdfast.checkpoints.sources.select_files import quantization_of
 from holdfast.checkpoints.validation.match import find_tensors, lacking
+from holdfast.config.parts.gguf_kinds import kind_of
 from holdfast.errors import CheckpointError, ConfigurationError, ModelAccessError, ModelError, ModelNotFoundError
 from holdfast.footprint.identity_key import Same
 from holdfast.models import ModelSpec, catalogue
@@ -37,7 +38,7 @@ from holdfast.models.catalogue import CatalogueEntry
 from holdfast.observability.decisions import Decision
 from holdfast.planner.inputs.question import PlannedModel
 from holdfast.planner.inputs.timeout import within
-from holdfast.planner.models.gguf_mixes import description, kind_of
+from holdfast.planner.models.gguf_mixes import description
 from holdfast.planner.models.quantize import quantized_as
 from holdfast.planner.models.variants import of_entry
 from holdfast.planner.sizing.engine_weights import OF_QUANTIZATION, held_or_not

@@ -14,7 +14,7 @@ from holdfast import hardware
 from holdfast.checkpoints import StoredTensor
 from holdfast.config import EngineConfig
 from holdfast.errors import CheckpointError, ConfigurationError
-from holdfast.footprint.cpu import expands, kv_layout
+from holdfast.footprint.cpu import expands, kv_layout, weights_bytes
 from holdfast.footprint.gpu import LEAST_CAPABILITY
 from holdfast.footprint.identity_key import Same
 from holdfast.hardware import Memory, Processor
@@ -336,7 +336,8 @@ def _weights_decisions(weights: EngineWeights, found: Plan, chosen: NvidiaGpu) -
     """How quantized weights are multiplied on this GPU, and why."""
     if weights.in_blocks and weights.stored is not None:
         budget = found.ranks[0].budget_bytes
-        _, reason = expands(weights.spec, weights.stored, dtype=found.dtype, fast_blocks=True, budget_bytes=budget)
+        expanded = weights_bytes(weights.spec, weights.stored, dtype=found.dtype, expand=True)
+        _, reason = expands(found.weights_bytes, expanded, dtype=found.dtype, fast_blocks=True, budget_bytes=budget)
         yield Decision("weights", "quantized", reason, "planner")
     elif weights.quantized:
         size = format_bytes(found.weights_bytes)
