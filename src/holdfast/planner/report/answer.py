@@ -15,7 +15,7 @@ from holdfast.planner.advice.remedies import ways_out
 from holdfast.planner.advice.remedy import Remedy, too_long
 from holdfast.planner.advice.rules_of_thumb import rules_of_thumb
 from holdfast.planner.advice.throughput import no_throughput_reason, throughput
-from holdfast.planner.advice.warnings import warnings
+from holdfast.planner.advice.warnings import NO_KV, PlanWarning, warnings
 from holdfast.planner.compat.vllm_release import Vllm
 from holdfast.planner.engines.command import Command
 from holdfast.planner.engines.commands import commands, parse_engine
@@ -67,6 +67,8 @@ def answer(question: Question, *, engine: str | None = None) -> PlanAnswer:
     from_disk = question.machine.kind == "cpu" and _file_bytes(found) > 0
     rate = None if unreadable or from_disk else throughput(found)
     fits = found.fits and not unreadable
+    # Of what runs with layers in RAM that is the plan: what all of it on the GPU would be left with is none.
+    served = offload.placement.plan if offload is not None and offload.may_run and not unreadable else found
     partly = None if unreadable else llama_layers(found)
     if partly is not None:  # It says itself what the estimate of tiers would.
         ways = tuple(way for way in ways if way.tiers is None)
@@ -81,7 +83,7 @@ def answer(question: Question, *, engine: str | None = None) -> PlanAnswer:
         fit=found,
         safe=safe,
         max=max_configuration(found) if fits else None,
-        warnings=with_margin(warnings(found), found, safe),
+        warnings=with_margin(_warnings(found, served), found, safe),
         ways_out=ways,
         rules_of_thumb=rules_of_thumb(found),
         throughput=rate,
@@ -100,7 +102,7 @@ def answer(question: Question, *, engine: str | None = None) -> PlanAnswer:
         vllm=vllm,
         as_requested=None if fits or name != "vllm" else _as_requested(found, vllm),
         decisions=(
-            *found.decisions,
+            *served.decisions,
             *_budgets(found),
             *(_kv_ram(found) if fits and offload is None and name in (None, "holdfast") else ()),
             *_as_the_engine(printed.get(name or ""), vllm),
@@ -136,6 +138,11 @@ def _is_for(way: Remedy, engine: str | None, vllm: Vllm) -> bool:
     """Whether the engine that was asked for can run it, be it with a file that has to be made; of tiers that nobody
     runs, each says so itself."""
     return engine is None or way.tiers is not None or not way.commands(vllm)[engine].lacks
+
+
+def _warnings(found: Plan, served: Plan) -> tuple[PlanWarning, ...]:
+    """Of what is served with layers in RAM the pool is not what all of it on the GPU would leave."""
+    return tuple(one for one in warnings(found) if served is found or one.code != NO_KV)
 
 
 def _as_requested(found: Plan, vllm: Vllm) -> Command | None:
