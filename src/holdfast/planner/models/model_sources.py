@@ -109,7 +109,8 @@ def _published_or_made(model: PlannedModel, engine: str) -> ModelSource:
     if flag is None:
         name, note = _made(model)
         return ModelSource(name=name, ready=False, notes=(note,))
-    return ModelSource(name=served_name(model), flags={"--quantization": flag})
+    bare = without_weights(model.unquantized or model)
+    return ModelSource(name=served_name(model), flags={"--quantization": flag}, ready=not bare, notes=bare)
 
 
 def _stored(model: PlannedModel, engine: str) -> ModelSource:
