@@ -14,7 +14,14 @@ from holdfast.planner.advice.presets import max_configuration, safe_configuratio
 from holdfast.planner.advice.remedies import ways_out
 from holdfast.planner.advice.remedy import Remedy, too_long
 from holdfast.planner.advice.rules_of_thumb import rules_of_thumb
-from holdfast.planner.advice.throughput import no_throughput_reason, throughput
+from holdfast.planner.advice.throughput import (
+    EXPECTED,
+    GB,
+    NVME_GB_S,
+    no_throughput_reason,
+    shown_rate,
+    throughput,
+)
 from holdfast.planner.advice.warnings import NO_KV, PlanWarning, warnings
 from holdfast.planner.compat.vllm_release import Vllm
 from holdfast.planner.engines.command import Command
@@ -54,7 +61,14 @@ class PlanAnswer(PlanFindings):
         return "\n".join(lines(self))
 
 
-FROM_DISK = "layers are read from a disk for every step, and how fast it is was not measured"
+def _from_disk(found: Plan) -> str:
+    """The disk's share of a step; how long a CPU computes is not planned."""
+    assert found.own is not None
+    assert found.own.streamed is not None
+    nbytes = found.own.streamed.read_bytes
+    most = shown_rate(NVME_GB_S * GB * EXPECTED.link / max(1, nbytes))
+    read = f"{nbytes / GB:.1f} GB are read for every step, at {NVME_GB_S:g} GB/s (assumed)"
+    return f"1 at once: at most about {most} tokens/s, limited by the disk: {read}"
 
 
 def answer(question: Question, *, engine: str | None = None) -> PlanAnswer:
@@ -87,7 +101,7 @@ def answer(question: Question, *, engine: str | None = None) -> PlanAnswer:
         ways_out=ways,
         rules_of_thumb=rules_of_thumb(found),
         throughput=rate,
-        no_throughput=None if rate is not None else FROM_DISK if from_disk else _no_rate(found),
+        no_throughput=None if rate is not None else _from_disk(found) if from_disk else _no_rate(found),
         commands=printed,
         commands_of="plan"
         if fits
@@ -108,6 +122,7 @@ def answer(question: Question, *, engine: str | None = None) -> PlanAnswer:
             *_as_the_engine(printed.get(name or ""), vllm),
         ),
         offload=offload,
+        disk_would_do=None if fits or unreadable else _disk_would_do(found),
     )
 
 
@@ -126,6 +141,19 @@ def _placed(question: Question) -> tuple[Plan, Offload | None]:
             return streamed, None
     placed = None if found.fits or too_long(question) or not may_stream(question) else place_larger(question)
     return found, None if placed is None else Offload.of(placed)
+
+
+def _disk_would_do(found: Plan) -> str | None:
+    question = found.question
+    settings, machine = question.settings, question.machine
+    alone = max(settings.ranks, settings.stages, settings.nodes, settings.data_parallel) == 1
+    if machine.kind != "cpu" or machine.nvme_path or not alone or question.engine not in (None, "holdfast"):
+        return None
+    streamed = least_streamed(found) if question.runs_on_cpu else None
+    if streamed is None or streamed.own is None or streamed.own.streamed is None:
+        return None
+    layers = f"{len(streamed.own.streamed.on_disk)} of {len(question.model.spec.layers)} layers"
+    return f"runs with {layers} read from NVMe, given --nvme-path DIR with {format_bytes(_file_bytes(streamed))} free"
 
 
 def _file_bytes(found: Plan) -> int:

@@ -85,6 +85,8 @@ def _headline(answer: PlanFindings, width: int, paint: Paint) -> Iterator[str]:
     where = f"{nodes} nodes, each with {where}" if nodes > 1 else where
     if answer.lacks:
         verdict, code = f"fits, but {_lacking(answer)}", "1;33"
+    elif answer.fits and answer.from_disk is not None:
+        verdict, code = f"runs with {answer.from_disk}", "1;33"
     elif answer.fits:
         verdict, code = "fits", "1;32"
         if answer.offload is not None:  # As it was placed by hand.
@@ -102,6 +104,8 @@ def _headline(answer: PlanFindings, width: int, paint: Paint) -> Iterator[str]:
             verdict = f"{verdict}; {_named(answer, answer.refused)}"
         if answer.offload is not None:
             verdict, code = f"{verdict}; {answer.offload.verdict}", "1;33" if answer.runs else "1;31"
+        if answer.disk_would_do is not None:
+            verdict = f"{verdict}; {answer.disk_would_do}"
     text = f"{model.name} on {where}: "
     head = textwrap.wrap(text + verdict, width, break_on_hyphens=False)
     yield from head[:-1]
@@ -308,7 +312,7 @@ def _capacity(answer: PlanFindings, width: int, brief: bool) -> Iterator[str]:
         rate = answer.offload.throughput
     if rate is None:
         why = answer.no_throughput if layered is None else "it depends on the CPU, which computes the other layers"
-        yield from wrapped(f"no throughput estimate: {why}", width, "")
+        yield from wrapped(str(why) if answer.from_disk else f"no throughput estimate: {why}", width, "")
         return
     for decode in (rate.one, rate.at_traffic, rate.largest):
         if decode is not None and (decode is rate.one or decode.batch > 1):
