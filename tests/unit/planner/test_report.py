@@ -272,7 +272,7 @@ def test_nothing_is_free_where_it_is_short(ask: Ask, cpu: Callable[..., Device])
 
 
 def test_numbers_are_not_said_to_be_of_what_is_less(ask: Ask) -> None:
-    text = " ".join(" ".join(lines(answer(ask("llama-3.1-70b", "l4", ram_bytes=GIB)), width=100)).split())
+    text = " ".join(" ".join(lines(answer(ask("llama-3.1-70b", "l4")), width=100)).split())
     assert "HFW28 the KV pool has 0 tokens: nothing is left of 19.94 GiB; weights would take" in text
     changed = [way.change for way in answer(ask("llama-3.1-8b", "rtx4090", max_model_len=60000)).ways_out]
     assert "KV in fp8: 1 byte per element instead of 2" in changed

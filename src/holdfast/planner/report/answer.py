@@ -82,7 +82,7 @@ def answer(question: Question, *, engine: str | None = None) -> PlanAnswer:
     rate = None if unreadable or from_disk else throughput(found)
     fits = found.fits and not unreadable
     # Of what runs with layers in RAM that is the plan: what all of it on the GPU would be left with is none.
-    served = offload.placement.plan if offload is not None and offload.may_run and not unreadable else found
+    served = offload.placement.plan if offload is not None and offload.runs and not unreadable else found
     partly = None if unreadable else llama_layers(found)
     if partly is not None:  # It says itself what the estimate of tiers would.
         ways = tuple(way for way in ways if way.tiers is None)

@@ -274,7 +274,7 @@ def _capacity(answer: PlanFindings, width: int, brief: bool) -> Iterator[str]:
     each += f", and {format_bytes(fixed)} per sequence" if fixed else ""
     layered = answer.partly if answer.partly is not None and answer.partly.may_run else None
     placed = None
-    if not answer.fits and answer.offload is not None and answer.offload.may_run and answer.problem is None:
+    if not answer.fits and answer.offload is not None and answer.offload.runs and answer.problem is None:
         placed = answer.offload.placement.plan
         yield f"{answer.offload.title}:"
     pool = f"the pool holds {counted((placed or found).kv_tokens, 'token')}"
@@ -310,6 +310,9 @@ def _capacity(answer: PlanFindings, width: int, brief: bool) -> Iterator[str]:
         if not brief:  # The section of its own has them.
             return
         rate = answer.offload.throughput
+    elif brief and rate is None and answer.offload is not None and answer.offload.may_run:
+        rate = answer.offload.throughput
+        yield f"{answer.offload.title}:"
     if rate is None:
         why = answer.no_throughput if layered is None else "it depends on the CPU, which computes the other layers"
         yield from wrapped(str(why) if answer.from_disk else f"no throughput estimate: {why}", width, "")
