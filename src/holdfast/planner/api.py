@@ -115,6 +115,13 @@ def _with_pinned_ram(question: Question, config: PlanConfig) -> Question:
 def _with_disk(machine: Machine, config: PlanConfig) -> tuple[Machine, tuple[Decision, ...]]:
     """A folder is named, as for `serve`: layers find the room that is there."""
     if config.nvme_path is None:
+        if config.nvme is not None and machine.kind == "cpu":
+            raise ConfigurationError(
+                "nvme is the size of a file, but there is no folder for it",
+                needed="nvme_path as well, on a CPU",
+                fix="--nvme-path DIR",
+                field="nvme",
+            )
         return machine, ()
     room = disk_room(config.nvme_path, machine.nvme_bytes)
     reason = f"free in {config.nvme_path}" if config.nvme is None else f"at most {config.nvme} in {config.nvme_path}"

@@ -366,7 +366,7 @@ def test_kv_blocks_have_what_layers_leave_of_ram(tmp_path: Path) -> None:
 def test_pinned_memory_never_starves_the_host() -> None:
     error = refused("llama-3.1-70b-awq", 22.93, ram_gib=20)
     assert (error.code, error.field) == ("HF114", "nvme_path")
-    assert "of pinned RAM for 42 layers" in str(error.needed)
+    assert "of pinned RAM for 37 layers" in str(error.needed), "with as little KV as can be"
     assert "0.9 of 20.00 GiB free" in str(error.found)
     assert str(error.fix).startswith("--nvme-path DIR")
     assert refused("llama-3.1-70b-awq", 22.93, ram="12GiB").code == "HF114"
@@ -378,8 +378,8 @@ def test_copies_of_adapters_are_part_of_the_servers_ram() -> None:
     """Of 32 of rank 64, 10 GiB."""
     lora: dict[str, object] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 64}
     few, many = ({**lora, "max_cpu_loras": copies} for copies in (2, 32))
-    assert served("llama-3.1-8b", 13, ram_gib=20, **few).engine.streamed is not None  # type: ignore[arg-type]
-    error = refused("llama-3.1-8b", 13, ram_gib=20, **many)
+    assert served("llama-3.1-8b", 13, ram_gib=19, **few).engine.streamed is not None  # type: ignore[arg-type]
+    error = refused("llama-3.1-8b", 13, ram_gib=19, **many)
     assert error.code == "HF114"
     assert "for the server's own processes and copies of 32 adapters" in str(error.found)
     # --ram is what layers may take: the copies come on top, and are checked against what is free.

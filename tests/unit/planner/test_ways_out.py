@@ -116,7 +116,8 @@ def test_70b_on_24_gb_needs_more_gpus_tiers_or_two_bits(ask: Ask) -> None:
     found = fit(ask("llama-3-70b", "rtx4090", ram_bytes=64 * GIB))
     assert not found.fits
     assert kinds(found) == ["tiers", "more_gpus", "bigger_gpu", "quantization", "smaller_model"]
-    (tiers,) = only(found, "tiers")
+    tiers, eight_bits = only(found, "tiers")
+    assert eight_bits.settings == {"quantization": "fp8"}, "more bits, and slower"
     assert tiers.tiers is not None
     assert tiers.tiers.one is not None
     assert "by itself" in (tiers.note or "")

@@ -15,8 +15,9 @@ from holdfast.hardware import gpus
 from holdfast.hardware.gpus import Gpu
 from holdfast.planner.advice.expert_offload import expert_tiers
 from holdfast.planner.advice.offload import RAM_SHARE, place, placed_tiers
-from holdfast.planner.advice.quantized_remedies import bits, variants
+from holdfast.planner.advice.quantized_remedies import SMALLER_KV, bits, quality_price, smaller_kv, variants
 from holdfast.planner.advice.remedy import (
+    LEAST_CONTEXT,
     USUAL_UTILIZATION,
     Change,
     Remedy,
@@ -25,9 +26,10 @@ from holdfast.planner.advice.remedy import (
     is_absolute,
     model_setting,
     planned,
+    with_settings,
     without_hand,
 )
-from holdfast.planner.advice.search import that_fit
+from holdfast.planner.advice.search import first_that_fits, that_fit
 from holdfast.planner.advice.throughput import NVME_GB_S, shown_rate
 from holdfast.planner.compat.gpu_kernels import lacks_engine
 from holdfast.planner.engines.command import written_size
@@ -42,8 +44,9 @@ from holdfast.planner.models.model_sources import MADE_WHILE_LOADING
 from holdfast.planner.models.quantize import quantized_as
 from holdfast.planner.models.variants import GGUF_TYPES, Variant, longer_models, smaller_models
 from holdfast.planner.sizing.default_limits import RAM_STEP_BYTES
+from holdfast.planner.sizing.kv_cost import largest
 from holdfast.planner.sizing.sharded_weights import parallel_sizes
-from holdfast.units import GIB, MIB, format_bytes
+from holdfast.units import GIB, MIB, counted, format_bytes
 
 LARGEST_TENSOR_PARALLEL, STAGES = 8, (2, 3, 4, 6, 8, 12, 16)
 RAM_STEPS_TRIED = 8
@@ -53,6 +56,10 @@ ONLY_HOLDFAST_MAKES = frozenset(MADE_WHILE_LOADING["holdfast"]) - frozenset(MADE
 BIGGER = 1.05
 """Cards of one size report a little more or less."""
 SMALLER_MODELS_TRIED, LONGER_MODELS_TRIED = 6, 24
+CONTEXT_STEP = 256
+"""Of contexts that are tried beside layers in RAM."""
+_WHOLE = 99
+"""Bits of weights that stay as they are."""
 TIERS_NOTE = (
     "an estimate of what a server with offloading would need and reach, not something to run: Holdfast streams layers"
     " of models that it runs on one GPU, and planned again this does not fit. llama.cpp computes such layers on the"
@@ -153,9 +160,70 @@ def left_to_the_plan(found: Plan, offered: Sequence[Remedy]) -> Iterator[list[Ch
 
 
 def tiers_here(found: Plan, offered: Sequence[Remedy]) -> Iterator[list[Change]]:
-    """On the GPU and in RAM, as this engine serves it: RAM costs less than a GPU, also where it has to be had."""
-    for group in tiers(found, offered):
-        yield [change for change in group if change.available and "nvme" not in change.settings]
+    """On the GPU and in RAM, as this engine serves it: RAM costs less than a GPU, also where it has to be had. With KV
+    in fewer bits where that alone is lacking; of as many bits of weights the one that moves least, the fastest first;
+    and a shorter context where RAM holds the layers of nothing else of this model."""
+    question, undone = without_hand(found.question)
+    if len(question.machine.devices) > 1:
+        return
+    whole, smaller = _in_ram(None, question), smaller_kv(found)
+    changes = [] if whole is not None or smaller is None else [_in_ram(None, question, smaller)]
+    by_bits: dict[int, Change] = {} if whole is None else {_WHOLE: whole}
+    for variant, other in _models(replace(found, question=question), one_gpu=True)[1:]:
+        assert variant is not None
+        if bits(variant) not in by_bits:
+            change = _in_ram(variant, other) or (None if smaller is None else _in_ram(variant, other, smaller))
+            by_bits |= {} if change is None else {bits(variant): change}
+    fastest = sorted(by_bits.items(), key=lambda one: _moved(one[1]))
+    # What is slower as it is needs no remedy: it runs. Nor is a disk that is there read for more bits.
+    first = fastest[0][1] if fastest else None
+    changes += [
+        change
+        for size, change in fastest
+        if change is first or (size != _WHOLE and change.tiers is not None and not change.tiers.nvme_bytes)
+    ]
+    if whole is None:
+        changes.append(_shorter_in_ram(question))
+    for one in changes:
+        yield [] if one is None else [replace(one, settings={**undone, **one.settings})]
+
+
+def _moved(change: Change) -> int:
+    return 0 if change.tiers is None else change.tiers.moved_bytes
+
+
+def _in_ram(variant: Variant | None, question: Question, kv: str | None = None) -> Change | None:
+    """None: no engine runs it so, or RAM does not hold what the GPU does not. `kv`: stored in fewer bits."""
+    if kv is not None:
+        question = with_settings(question, kv_cache_dtype=kv)
+    found = first_that_fits([variant], lambda one: _tiered(one, question))
+    change = None if found is None else found[1]
+    if change is None or not change.available or "nvme" in change.settings or change.tiers is None:
+        return None
+    if kv is None:
+        return change
+    price = "; ".join(one for one in (change.price, SMALLER_KV) if one)
+    return replace(
+        change, settings={**change.settings, "kv_cache_dtype": kv}, text=f"KV in {kv}, {change.text}", price=price
+    )
+
+
+def _shorter_in_ram(question: Question) -> Change | None:
+    """The longest context, in whole steps, with which RAM holds the layers that do not stay; None: it was left open, or
+    none is of use."""
+    asked = question.settings.max_model_len
+    if asked is None or question.traffic is not None or not may_stream(question):
+        return None
+
+    def change(steps: int) -> Change | None:
+        return _in_ram(None, with_settings(question, max_model_len=steps * CONTEXT_STEP))
+
+    steps = largest(LEAST_CONTEXT // CONTEXT_STEP, (asked - 1) // CONTEXT_STEP, lambda count: change(count) is not None)
+    found, length = change(steps), steps * CONTEXT_STEP
+    if found is None:
+        return None
+    settings = {**found.settings, "max_model_len": length}
+    return replace(found, settings=settings, text=f"a context of {counted(length, 'token')}, {found.text}")
 
 
 def tiers(found: Plan, offered: Sequence[Remedy]) -> Iterator[list[Change]]:
@@ -164,7 +232,9 @@ def tiers(found: Plan, offered: Sequence[Remedy]) -> Iterator[list[Change]]:
     if any(way.kind == "tiers" for way in offered):
         return
     question, undone = without_hand(found.question)
-    changes = that_fit(_models(replace(found, question=question)), lambda one: _tiered(*one))
+    one_gpu = len(question.machine.devices) == 1
+    models = _models(replace(found, question=question), one_gpu=one_gpu)
+    changes = that_fit(models, lambda one: _tiered(*one))
     ways = [("nvme" in change.settings, change.tiers.moved_bytes, change) for _, change in changes if change.tiers]
     least = [change for *_, change in sorted(ways, key=lambda way: way[:2])[:1]]
     yield [replace(change, settings={**undone, **change.settings}) for change in least]
@@ -217,10 +287,12 @@ def _streamed(variant: Variant | None, question: Question) -> Change | None:
         f" {format_bytes(held.ram_bytes)} in RAM{disk}"
         + ("" if held.one is None else f", about {shown_rate(held.one.tokens_per_s)} tokens/s for one stream")
         + ("" if stated else f"; it needs {format_bytes(free)} of free RAM"),
-        note="holdfast serve does this by itself where a model does not fit on the GPU"
+        note=("" if variant is None else f"{quality_price(variant)}. ")
+        + "holdfast serve does this by itself where a model does not fit on the GPU"
         + (", given --nvme-path DIR, a folder on that disk" if held.nvme_bytes else ""),
         tiers=held,
         fit=placed.plan,
+        price=None if variant is None else quality_price(variant),
     )
 
 

@@ -46,6 +46,12 @@ from holdfast.units import counted, format_bytes
 
 MADE_FIRST = "the file has to be converted or found first"
 SLOW_ON_A_CPU = "on a CPU a GGUF of as many bits is faster: compiled kernels multiply from its blocks"
+FEWER_BITS = "weights in fewer bits: some quality"
+EIGHT_BITS_MADE = "weights in 8 bits: a little quality; loading takes longer"
+FOUR_BITS_MADE = (
+    "weights in 4 bits, without calibration: some quality, more than with AWQ or GPTQ; loading takes longer"
+)
+SMALLER_KV = "KV in fewer bits: a little precision"
 COARSE = "; two bits noticeably reduce quality: compare its output with a smaller model's"
 
 
@@ -169,6 +175,13 @@ def _made(found: Plan, size: int) -> Iterator[Iterable[Change]]:
     for variant in variants(found):
         if is_made(variant) and bits(variant) == size:
             yield _whole(found, variant, _kv_beside(found))
+
+
+def quality_price(variant: Variant) -> str:
+    """What its fewer bits cost, for people."""
+    if not is_made(variant):
+        return FEWER_BITS
+    return EIGHT_BITS_MADE if bits(variant) == 8 else FOUR_BITS_MADE
 
 
 def is_made(variant: Variant) -> bool:

@@ -28,6 +28,10 @@ from holdfast.planner.advice.hardware_remedies import (
     tiers_here,
 )
 from holdfast.planner.advice.quantized_remedies import (
+    EIGHT_BITS_MADE,
+    FEWER_BITS,
+    FOUR_BITS_MADE,
+    SMALLER_KV,
     cut_files,
     cut_ready,
     cut_with_kv,
@@ -221,8 +225,6 @@ class RemedyRow:
     number was meant for these."""
 
 
-FEWER_BITS = "weights in fewer bits: some quality"
-
 SLOWER = "slower: part of the weights is read over the link in every step"
 
 BY_HAND = (RemedyRow("tiers", SLOWER, left_to_the_plan, by_hand=True),)
@@ -233,11 +235,10 @@ TABLE = (
     RemedyRow("sequences", "more requests wait in the queue", _sequences, by_hand=True),
     RemedyRow("idle_gpus", None, _idle_gpus),
     RemedyRow("configuration", "several limits are lower", _together, by_hand=True),
-    RemedyRow("kv_cache_dtype", "KV in fewer bits: a little precision", kv_dtype, by_hand=True),
+    RemedyRow("kv_cache_dtype", SMALLER_KV, kv_dtype, by_hand=True),
     RemedyRow("quantization", FEWER_BITS, published, VARIANTS_SHOWN),
-    RemedyRow("quantization", "weights in 8 bits: a little quality; loading takes longer", made_eight_bits),
-    RemedyRow("quantization", "weights in 4 bits, without calibration: some quality, more than with AWQ or GPTQ;"
-              " loading takes longer", made_four_bits),
+    RemedyRow("quantization", EIGHT_BITS_MADE, made_eight_bits),
+    RemedyRow("quantization", FOUR_BITS_MADE, made_four_bits),
     RemedyRow("quantization", FEWER_BITS, cut_ready, VARIANTS_SHOWN),
     RemedyRow("quantization", "weights and KV in fewer bits: some quality", cut_with_kv),
     RemedyRow("quantization", FEWER_BITS, files_to_be_made, VARIANTS_SHOWN),

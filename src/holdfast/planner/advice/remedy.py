@@ -72,6 +72,8 @@ class Change:
     tiers: Tiers | None = None
     fit: Plan | None = None
     """Planned already."""
+    price: str | None = None
+    """What it costs beside what all of its kind do, for people; None: nothing."""
 
     def plan(self) -> Plan | None:
         """None: it does not fit."""
@@ -95,7 +97,7 @@ class Change:
             meets_request=meets(asked, found),
             available=self.available,
             note=self.note,
-            price=price,
+            price="; ".join(one for one in (price, self.price) if one) or None,
         )
 
 

@@ -332,7 +332,7 @@ def _no_bf16(fit: Plan) -> Iterator[Said]:
             yield f"{gpu.name} does not support bfloat16", "--dtype float16"
 
 
-WITHIN_ERROR = "HFW30"
+WITHIN_ERROR, NO_KV = "HFW30", "HFW28"
 RULES = (
     ("HFW35", "concurrency", _peak_unknown),
     ("HFW36", "traffic", _lengths_unknown),
@@ -345,7 +345,7 @@ RULES = (
     ("HFW23", "gpu_memory_utilization", _desktop_card),
     ("HFW29", "gpu_memory_utilization", _neighbours),
     ("HFW24", "gpu_memory_utilization", _shared_card),
-    ("HFW28", None, _no_kv),
+    (NO_KV, None, _no_kv),
     ("HFW25", "max_num_seqs", _too_many_sequences),
     ("HFW26", "max_model_len", _context_beyond_traffic),
     ("HFW27", "tensor_parallel_size", _idle_gpus),

@@ -27,6 +27,7 @@ from holdfast.planner.fit.placement import (
     for_sequences,
     free_ram_bytes,
     leaves_enough,
+    leaves_least,
     pinned_room,
     place,
     place_by_hand,
@@ -145,7 +146,8 @@ def _in_order(question: Question) -> bool:
 
 
 def _place_experts(question: Question, kv_bytes: int) -> ExpertPlacement | None:
-    """With the most experts on the GPU with which it fits, evenly. None: not even with none there."""
+    """With the most experts on the GPU that leave KV what it shall have, evenly; where RAM does not hold the others,
+    with less KV. None: not even with none there."""
     (kind,), layers = kinds(question.model.spec), len(moe_layers(question.model.spec))
     asked = question.settings.max_model_len
 
@@ -178,7 +180,14 @@ def _place_experts(question: Question, kv_bytes: int) -> ExpertPlacement | None:
         resident = (kind.count - waiting) * layers
     if resident == each * layers:
         resident += largest(0, layers - 1, lambda more: enough(resident + more))
-    return _over_host(planned(resident, asked))
+    placed = _over_host(planned(resident, asked))
+    if placed.fits:
+        return placed
+    # What the pool has beyond what must fit is a preference: it gives way before anything is refused.
+    most_more = kind.count * layers - 1 - resident
+    able = largest(0, most_more, lambda more: leaves_least(question, planned(resident + more, asked), kv_bytes))
+    too_few = largest(0, able, lambda more: not _over_host(planned(resident + more, asked)).fits)
+    return _over_host(planned(resident + min(able, too_few + 1), asked))
 
 
 def _moved(question: Question, resident: int) -> int:

@@ -134,8 +134,9 @@ def may_stream(question: Question) -> bool:
 
 
 def place(question: Question, kv_bytes: int = 0) -> Placement | None:
-    """With the fewest layers streamed with which it fits, and of these the fewest on the disk. `kv_bytes`: of a pool
-    that was set. None: not even with all layers streamed."""
+    """With the fewest layers streamed that leave KV what it shall have, and of these the fewest on the disk; where RAM
+    and disk do not hold so many, with less KV. `kv_bytes`: of a pool that was set. None: not even with all layers
+    streamed."""
     layers, asked = len(question.model.spec.layers), question.settings.max_model_len
 
     @cache
@@ -154,7 +155,14 @@ def place(question: Question, kv_bytes: int = 0) -> Placement | None:
     if asked is not None and question.settings.max_num_seqs is not None and not kv_bytes:
         counts = range(streamed, layers + 1)
         streamed = for_sequences(counts, lambda count: _moved(question, count), lambda count: planned(count, asked))
-    return _over_host(planned(streamed, asked))
+    placed = _over_host(planned(streamed, asked))
+    # What the pool has beyond what must fit is a preference: it gives way before anything is refused.
+    for count in range(streamed - 1, 0, -1):
+        plan = planned(count, asked)
+        if placed.fits or not leaves_least(question, plan, kv_bytes):
+            break
+        placed = _over_host(plan)
+    return placed
 
 
 def with_most_room(question: Question, planned: Callable[[int | None], Plan]) -> tuple[Plan, int | None] | None:
@@ -172,9 +180,19 @@ def with_most_room(question: Question, planned: Callable[[int | None], Plan]) ->
 def leaves_enough(question: Question, plan: Plan, most: Plan, kv_bytes: int) -> bool:
     """Whether the KV pool has what it shall beside weights that do not all stay, or what it has with as little on the
     GPU as can be (`most`), with the same steps. `kv_bytes`: of a pool that was set."""
-    must = 0 if question.settings.max_model_len is None else plan.needed_bytes(plan.ranks[0]) + SPARE_BYTES
-    pool = min(most.ranks[0].room_bytes, max(must, _pool_bytes(plan, kv_bytes)))
+    pool = min(most.ranks[0].room_bytes, max(_least_pool_bytes(question, plan), _pool_bytes(plan, kv_bytes)))
     return plan.fits and _steps(plan) == _steps(most) and plan.ranks[0].room_bytes >= pool
+
+
+def leaves_least(question: Question, plan: Plan, kv_bytes: int) -> bool:
+    """Whether the KV pool has what was set, and room for one sequence of the context that was, or of one worth serving,
+    with whatever steps."""
+    return plan.fits and plan.ranks[0].room_bytes >= max(_least_pool_bytes(question, plan), kv_bytes)
+
+
+def _least_pool_bytes(question: Question, plan: Plan) -> int:
+    """Where a context was set, which is not shortened."""
+    return 0 if question.settings.max_model_len is None else plan.needed_bytes(plan.ranks[0]) + SPARE_BYTES
 
 
 def for_sequences(counts: Sequence[int], moved: Callable[[int], int], planned: Callable[[int], Plan]) -> int:

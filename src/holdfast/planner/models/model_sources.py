@@ -68,7 +68,7 @@ def holdfast_source(model: PlannedModel) -> ModelSource:
     if entry is not None:
         return ModelSource(name=entry.name)
     if model.made_as is None:
-        said = (*_without_weights(model), *_without_tokenizer(model))
+        said = (*without_weights(model), *_without_tokenizer(model))
         return ModelSource(name=served_name(model), ready=not said, notes=said, lacks=_unread_layouts(model))
     if model.format == "gguf":
         name, note = _made(model)
@@ -109,12 +109,13 @@ def _published_or_made(model: PlannedModel, engine: str) -> ModelSource:
     if flag is None:
         name, note = _made(model)
         return ModelSource(name=name, ready=False, notes=(note,))
-    return ModelSource(name=served_name(model), flags={"--quantization": flag})
+    bare = without_weights(model.unquantized or model)
+    return ModelSource(name=served_name(model), flags={"--quantization": flag}, ready=not bare, notes=bare)
 
 
 def _stored(model: PlannedModel, engine: str) -> ModelSource:
     if model.format != "gguf":
-        return ModelSource(name=served_name(model), ready=not _without_weights(model), notes=_without_weights(model))
+        return ModelSource(name=served_name(model), ready=not without_weights(model), notes=without_weights(model))
     file = _file(model)
     if model.origin != "hub":
         return ModelSource(name=file)
@@ -127,7 +128,8 @@ def _stored(model: PlannedModel, engine: str) -> ModelSource:
     )
 
 
-def _without_weights(model: PlannedModel) -> tuple[str, ...]:
+def without_weights(model: PlannedModel) -> tuple[str, ...]:
+    """Of a folder that holds a config alone, why no command can run yet."""
     bare = model.origin == "folder" and model.format == "none"
     return (f"{model.name} has a config but no weights: add them first",) if bare else ()
 

@@ -132,9 +132,11 @@ def unquantized(model: PlannedModel) -> PlannedModel | None:
 def base_of(model: PlannedModel) -> PlannedModel | None:
     """The unquantized model that this quantized one was made of: itself where it is only planned as if it were
     quantized, else the catalogue's."""
-    if model.made_as is not None:
-        return as_plain(model)
     entry = entry_of(model)
+    if model.made_as is not None:
+        # A GGUF has the text model alone, and what it is made of a vision tower too.
+        whole = planned(entry) if entry is not None and model.format == "gguf" else None
+        return whole if whole is not None and whole.name == model.name and is_plain(whole) else as_plain(model)
     if entry is None or model.origin == "file":
         return None
     ending = next((end for end in VARIANT_ENDS if entry.name.endswith(end)), None)

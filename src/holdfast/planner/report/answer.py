@@ -14,8 +14,15 @@ from holdfast.planner.advice.presets import max_configuration, safe_configuratio
 from holdfast.planner.advice.remedies import ways_out
 from holdfast.planner.advice.remedy import Remedy, too_long
 from holdfast.planner.advice.rules_of_thumb import rules_of_thumb
-from holdfast.planner.advice.throughput import no_throughput_reason, throughput
-from holdfast.planner.advice.warnings import warnings
+from holdfast.planner.advice.throughput import (
+    EXPECTED,
+    GB,
+    NVME_GB_S,
+    no_throughput_reason,
+    shown_rate,
+    throughput,
+)
+from holdfast.planner.advice.warnings import NO_KV, PlanWarning, warnings
 from holdfast.planner.compat.vllm_release import Vllm
 from holdfast.planner.engines.command import Command
 from holdfast.planner.engines.commands import commands, parse_engine
@@ -55,7 +62,14 @@ class PlanAnswer(PlanFindings):
         return "\n".join(lines(self))
 
 
-FROM_DISK = "layers are read from a disk for every step, and how fast it is was not measured"
+def _from_disk(found: Plan) -> str:
+    """The disk's share of a step; how long a CPU computes is not planned."""
+    assert found.own is not None
+    assert found.own.streamed is not None
+    nbytes = found.own.streamed.read_bytes
+    most = shown_rate(NVME_GB_S * GB * EXPECTED.link / max(1, nbytes))
+    read = f"{nbytes / GB:.1f} GB are read for every step, at {NVME_GB_S:g} GB/s (assumed)"
+    return f"1 at once: at most about {most} tokens/s, limited by the disk: {read}"
 
 
 def answer(question: Question, *, engine: str | None = None) -> PlanAnswer:
@@ -68,6 +82,8 @@ def answer(question: Question, *, engine: str | None = None) -> PlanAnswer:
     from_disk = question.machine.kind == "cpu" and _file_bytes(found) > 0
     rate = None if unreadable or from_disk else throughput(found)
     fits = found.fits and not unreadable
+    # Of what runs with layers in RAM that is the plan: what all of it on the GPU would be left with is none.
+    served = offload.placement.plan if offload is not None and offload.runs and not unreadable else found
     partly = None if unreadable else llama_layers(found)
     if partly is not None:  # It says itself what the estimate of tiers would.
         ways = tuple(way for way in ways if way.tiers is None)
@@ -82,11 +98,11 @@ def answer(question: Question, *, engine: str | None = None) -> PlanAnswer:
         fit=found,
         safe=safe,
         max=max_configuration(found) if fits else None,
-        warnings=with_margin(warnings(found), found, safe),
+        warnings=with_margin(_warnings(found, served), found, safe),
         ways_out=ways,
         rules_of_thumb=rules_of_thumb(found),
         throughput=rate,
-        no_throughput=None if rate is not None else FROM_DISK if from_disk else _no_rate(found),
+        no_throughput=None if rate is not None else _from_disk(found) if from_disk else _no_rate(found),
         commands=printed,
         commands_of="plan"
         if fits
@@ -101,13 +117,14 @@ def answer(question: Question, *, engine: str | None = None) -> PlanAnswer:
         vllm=vllm,
         as_requested=None if fits or name != "vllm" else _as_requested(found, vllm),
         decisions=(
-            *found.decisions,
+            *served.decisions,
             *_budgets(found),
             *network_said(found),
             *(_kv_ram(found) if fits and offload is None and name in (None, "holdfast") else ()),
             *_as_the_engine(printed.get(name or ""), vllm),
         ),
         offload=offload,
+        disk_would_do=None if fits or unreadable else _disk_would_do(found),
     )
 
 
@@ -128,6 +145,19 @@ def _placed(question: Question) -> tuple[Plan, Offload | None]:
     return found, None if placed is None else Offload.of(placed)
 
 
+def _disk_would_do(found: Plan) -> str | None:
+    question = found.question
+    settings, machine = question.settings, question.machine
+    alone = max(settings.ranks, settings.stages, settings.nodes, settings.data_parallel) == 1
+    if machine.kind != "cpu" or machine.nvme_path or not alone or question.engine not in (None, "holdfast"):
+        return None
+    streamed = least_streamed(found) if question.runs_on_cpu else None
+    if streamed is None or streamed.own is None or streamed.own.streamed is None:
+        return None
+    layers = f"{len(streamed.own.streamed.on_disk)} of {len(question.model.spec.layers)} layers"
+    return f"runs with {layers} read from NVMe, given --nvme-path DIR with {format_bytes(_file_bytes(streamed))} free"
+
+
 def _file_bytes(found: Plan) -> int:
     """Of layers that are read from a disk for every step, which only this engine does."""
     streamed = None if found.own is None else found.own.streamed
@@ -138,6 +168,11 @@ def _is_for(way: Remedy, engine: str | None, vllm: Vllm) -> bool:
     """Whether the engine that was asked for can run it, be it with a file that has to be made; of tiers that nobody
     runs, each says so itself."""
     return engine is None or way.tiers is not None or not way.commands(vllm)[engine].lacks
+
+
+def _warnings(found: Plan, served: Plan) -> tuple[PlanWarning, ...]:
+    """Of what is served with layers in RAM the pool is not what all of it on the GPU would leave."""
+    return tuple(one for one in warnings(found) if served is found or one.code != NO_KV)
 
 
 def _as_requested(found: Plan, vllm: Vllm) -> Command | None:

@@ -48,6 +48,10 @@ class PlanFindings:
     """With layers in RAM and on a disk: as was asked for by hand, or what a server does where all do not fit on the
     GPU. None: nothing is streamed, or it cannot be."""
 
+    disk_would_do: str | None = None
+    """On a CPU whose RAM does not hold the model, what a folder on a disk would come to, for people. None: one is
+    named, or none would do."""
+
     partly: LlamaLayers | None = None
     """With --for llama.cpp, where all layers do not fit on the GPU: as many as do. None: not one does, or it fits."""
 
@@ -65,6 +69,14 @@ class PlanFindings:
         if self.partly is not None and self.partly.runs and self.problem is None:
             return True
         return self.fits or (self.offload is not None and self.offload.runs and self.problem is None)
+
+    @property
+    def from_disk(self) -> str | None:
+        """On a CPU, what is read from a disk for every step, for people; None: nothing is."""
+        streamed = None if self.fit.own is None else self.fit.own.streamed
+        if streamed is None or not streamed.file_bytes:
+            return None
+        return f"{len(streamed.on_disk)} of {len(self.question.model.spec.layers)} layers read from NVMe"
 
     @property
     def refused(self) -> str | None:

@@ -29,11 +29,11 @@ from holdfast.units import counted, format_bytes
 class Offload:
     placement: Placement | ExpertPlacement
     throughput: Throughput | None
-    """None: the rates of the GPU are not known."""
+    """None: the rates of the GPU are not known, or it does not run."""
 
     @staticmethod
     def of(placement: Placement | ExpertPlacement) -> Offload:
-        return Offload(placement, throughput(placement.plan))
+        return Offload(placement, throughput(placement.plan) if placement.fits else None)
 
     @property
     def known(self) -> bool:
@@ -146,7 +146,8 @@ def _rates(offload: Offload) -> Iterator[str]:
         if rate is not None:
             shown = shown_rate(rate.prefill.tokens_per_s)
             yield f"prompts: about {shown} tokens/s, limited by {rate.prefill_limited_by}"
-        yield from other_way_lines(placed)
+        if placed.fits:
+            yield from other_way_lines(placed)
     else:
         yield from _experts(placed)
     if offload.price is not None:

@@ -15,6 +15,7 @@ from holdfast.planner.compat.vllm_release import Vllm
 from holdfast.planner.engines.command import Command
 from holdfast.planner.engines.commands import ENGINES
 from holdfast.planner.inputs.question import Question
+from holdfast.planner.models.model_sources import without_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ def remedy_commands(asked: Question, ways: Sequence[Remedy], vllm: Vllm) -> Reme
         # Another card's command helps nobody whose card the engine refuses, unless that engine is wanted.
         elsewhere = name != engine and lacks_engine(name, gpus) is not None
         there = {index: of[name] for index, of in offered.items() if not elsewhere or ways[index].kind != "bigger_gpu"}
-        found = _first(ways, there)
+        found = _first(ways, there, any_file=bool(without_weights(asked.model)))
         if found is not None:
             taken[name] = found
     best = taken.get(engine or "holdfast")
@@ -48,9 +49,10 @@ def remedy_commands(asked: Question, ways: Sequence[Remedy], vllm: Vllm) -> Reme
     )
 
 
-def _first(ways: Sequence[Remedy], commands: Mapping[int, Command]) -> int | None:
-    """That can be taken as it is; else one for which a file has to be made, as for llama.cpp in any case."""
+def _first(ways: Sequence[Remedy], commands: Mapping[int, Command], *, any_file: bool) -> int | None:
+    """That can be taken as it is; else one for which a file has to be made, as for llama.cpp in any case. `any_file`:
+    of the model that was asked for there is none yet, and another model is no answer to that."""
     runs = {index: command for index, command in commands.items() if command.text and not command.lacks}
-    any_file = all(command.engine == "llama.cpp" for command in runs.values())
+    any_file = any_file or all(command.engine == "llama.cpp" for command in runs.values())
     ready = [index for index, command in runs.items() if any_file or (ways[index].available and command.available)]
     return next(iter(ready or runs), None)

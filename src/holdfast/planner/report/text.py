@@ -18,6 +18,7 @@ from holdfast.planner.advice.presets import Configuration
 from holdfast.planner.advice.throughput import Estimate, throughput
 from holdfast.planner.engines.command import Command
 from holdfast.planner.fit.search import Rank, describe_devices
+from holdfast.planner.models.model_sources import without_weights
 from holdfast.planner.report.findings import PlanFindings
 from holdfast.planner.report.offload import offload_lines
 from holdfast.planner.report.ranks import rank_lines
@@ -57,6 +58,7 @@ def lines(
         _titled("Decisions", () if brief else _decisions(answer, width), paint),
         _titled("Warnings", () if brief else _warnings(answer, width, paint), paint),
         _titled(_ways_title(answer, brief), _ways(answer, width, brief), paint),
+        list(_not_yet(answer, width)) if brief and answer.engine is None else [],
         _titled("Configurations", () if brief else _configurations(answer, width), paint),
         _titled(_commands_title(answer), () if brief and answer.engine is None else _commands(answer, width), paint),
         _titled("Rules of thumb and exact figures", _thumbs(answer, width) if verbose else (), paint),
@@ -84,6 +86,8 @@ def _headline(answer: PlanFindings, width: int, paint: Paint) -> Iterator[str]:
     where = f"{nodes} nodes, each with {where}" if nodes > 1 else where
     if answer.lacks:
         verdict, code = f"fits, but {_lacking(answer)}", "1;33"
+    elif answer.fits and answer.from_disk is not None:
+        verdict, code = f"runs with {answer.from_disk}", "1;33"
     elif answer.fits:
         verdict, code = "fits", "1;32"
         if answer.offload is not None:  # As it was placed by hand.
@@ -101,6 +105,8 @@ def _headline(answer: PlanFindings, width: int, paint: Paint) -> Iterator[str]:
             verdict = f"{verdict}; {_named(answer, answer.refused)}"
         if answer.offload is not None:
             verdict, code = f"{verdict}; {answer.offload.verdict}", "1;33" if answer.runs else "1;31"
+        if answer.disk_would_do is not None:
+            verdict = f"{verdict}; {answer.disk_would_do}"
     text = f"{model.name} on {where}: "
     head = textwrap.wrap(text + verdict, width, break_on_hyphens=False)
     yield from head[:-1]
@@ -120,7 +126,7 @@ def _offload(answer: PlanFindings, width: int) -> Iterator[str]:
     if answer.offload is None:
         return
     yield from offload_lines(answer.offload, width)
-    if not answer.fits and answer.offload.may_run and answer.offload.command.available:
+    if not answer.fits and answer.offload.may_run and not answer.offload.command.lacks:
         yield from command_lines(answer.offload.command, width)
 
 
@@ -268,11 +274,18 @@ def _capacity(answer: PlanFindings, width: int, brief: bool) -> Iterator[str]:
         each += f", {format_bytes(found.kv_bytes_per_token)} with {more}"
     each += f", and {format_bytes(fixed)} per sequence" if fixed else ""
     layered = answer.partly if answer.partly is not None and answer.partly.may_run else None
-    pool = f"the pool holds {counted(found.kv_tokens, 'token')}"
+    placed = None
+    if not answer.fits and answer.offload is not None and answer.offload.runs and answer.problem is None:
+        placed = answer.offload.placement.plan
+        yield f"{answer.offload.title}:"
+    pool = f"the pool holds {counted((placed or found).kv_tokens, 'token')}"
     if layered is not None:
         pool = f"with {layered.placement} there is room for {counted(layered.kv_tokens, 'token')}"
     yield from wrapped(f"{each}; {pool}", width, "")
-    if answer.max_model_len:
+    if placed is not None:
+        most = counted(answer.question.model.spec.max_position, "token")
+        yield from wrapped(f"a context of {placed.limits.max_model_len:,} of {most}", width, "")
+    elif answer.max_model_len:
         most = counted(answer.question.model.spec.max_position, "token")
         held = f"largest context {found.longest_tokens:,} of {most}"
         at = f"{counted(rounded_down(answer.concurrency), 'sequence')} of {answer.max_model_len:,} at once"
@@ -294,12 +307,16 @@ def _capacity(answer: PlanFindings, width: int, brief: bool) -> Iterator[str]:
             "",
         )
     rate = answer.throughput
-    if brief and rate is None and answer.offload is not None and answer.offload.may_run:
+    if placed is not None and answer.offload is not None:
+        if not brief:  # The section of its own has them.
+            return
+        rate = answer.offload.throughput
+    elif brief and rate is None and answer.offload is not None and answer.offload.may_run:
         rate = answer.offload.throughput
         yield f"{answer.offload.title}:"
     if rate is None:
         why = answer.no_throughput if layered is None else "it depends on the CPU, which computes the other layers"
-        yield from wrapped(f"no throughput estimate: {why}", width, "")
+        yield from wrapped(str(why) if answer.from_disk else f"no throughput estimate: {why}", width, "")
         return
     for decode in (rate.one, rate.at_traffic, rate.largest):
         if decode is not None and (decode is rate.one or decode.batch > 1):
@@ -359,6 +376,11 @@ def _ways(answer: PlanFindings, width: int, brief: bool) -> Iterator[str]:
             yield from wrapped(way.flags, width, "      ", "      ")
         if way.note:
             yield from wrapped(way.note, width, "      ", "      ")
+
+
+def _not_yet(answer: PlanFindings, width: int) -> Iterator[str]:
+    for said in without_weights(answer.question.model):
+        yield from wrapped(f"no command runs yet: {said}", width, "", "  ")
 
 
 def _configurations(answer: PlanFindings, width: int) -> Iterator[str]:
