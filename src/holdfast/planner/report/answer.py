@@ -14,21 +14,14 @@ from holdfast.planner.advice.presets import max_configuration, safe_configuratio
 from holdfast.planner.advice.remedies import ways_out
 from holdfast.planner.advice.remedy import Remedy, too_long
 from holdfast.planner.advice.rules_of_thumb import rules_of_thumb
-from holdfast.planner.advice.throughput import (
-    EXPECTED,
-    GB,
-    NVME_GB_S,
-    no_throughput_reason,
-    shown_rate,
-    throughput,
-)
+from holdfast.planner.advice.throughput import EXPECTED, NVME_GB_S, no_throughput_reason, shown_rate, throughput
 from holdfast.planner.advice.warnings import NO_KV, PlanWarning, warnings
 from holdfast.planner.compat.vllm_release import Vllm
 from holdfast.planner.engines.command import Command
 from holdfast.planner.engines.commands import commands, parse_engine
 from holdfast.planner.engines.vllm_command import vllm_command
 from holdfast.planner.fit.expert_placement import place_larger, place_larger_by_hand, wants_offload
-from holdfast.planner.fit.network import network_said
+from holdfast.planner.fit.network import GB, network_said
 from holdfast.planner.fit.placement import may_stream, pinned_room
 from holdfast.planner.fit.search import Plan, Question, Rank, describe_budget, describe_devices, fit
 from holdfast.planner.report.findings import PlanFindings
