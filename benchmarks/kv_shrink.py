@@ -11,7 +11,9 @@ again between them. A line of JSON for each row, and one for each thing that is 
 the question to the smaller pool (`shrunk_s`), how long no step ran (`stood_still_s`), the longest time between two
 tokens of streams that stayed and of those that were sent back, tokens computed twice beside those that may be (of each
 that was sent back its last block, which was not full), and streams whose tokens are those of an undisturbed run (all in
-float32: --model 1b --dtype float32).
+float32: --model 1b --dtype float32). Steps of other sizes are summed in another order, so one in ten thousands of tokens
+is decided by a rounding: where a stream says another token, both are asked for once more in a run of their own, and
+count as equal if they are as likely there (`ties`: how far they are apart, of the distance to the twentieth).
 """
 
 from __future__ import annotations
@@ -48,6 +50,8 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 IN_USE = {"moved": 15 / 40, "swapped": 30 / 40}
 """Of the pool before."""
+TIE = 1e-3
+"""Of the distance from the likeliest token to the twentieth. A page that is not what was computed moves all of them by more."""
 
 
 @dataclass
@@ -104,8 +108,8 @@ def open_core(asked: argparse.Namespace) -> tuple[LLM, EngineCore]:
     return llm, core
 
 
-def add(core: EngineCore, name: str, ids: list[int], max_tokens: int) -> None:
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+def add(core: EngineCore, name: str, ids: list[int], max_tokens: int, logprobs: int | None = None) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=logprobs)
     core.add(Request(request_id=name, prompt_token_ids=ids, params=params, arrival_s=time.monotonic()))
 
 
@@ -124,14 +128,17 @@ def prompts(asked: argparse.Namespace, in_use: float, page_bytes: int, block_tok
             yield f"leaves {number} {left:.2f}", 1
 
 
+def prompt_of(name: str, asked: argparse.Namespace) -> list[int]:
+    draw, vocabulary = random.Random(name), MODELS[asked.model]["vocab_size"] - 300
+    return [draw.randrange(3, vocabulary) for _ in range(asked.prompt)]
+
+
 def start(core: EngineCore, asked: argparse.Namespace, in_use: float, seen: Seen) -> set[str]:
     """Until all streams have a token; those that leave pages behind have left."""
     layout, names = core.scheduler.kv.layout, list[tuple[str, int]]()
     names = list(prompts(asked, in_use, layout.page_bytes * len(layout.groups), layout.block_tokens))
-    vocabulary = MODELS[asked.model]["vocab_size"] - 300
     for name, count in names:
-        draw = random.Random(name)
-        add(core, name, [draw.randrange(3, vocabulary) for _ in range(asked.prompt)], count)
+        add(core, name, prompt_of(name, asked), count)
     while len(seen.tokens) < len(names):
         seen.note(core)
     return {name for name, count in names if count > 1}
@@ -145,6 +152,22 @@ def shrink(core: EngineCore, blocks: int, seen: Seen) -> float:
         seen.note(core)
     core.set_pool(blocks)
     return time.perf_counter() - begin_s
+
+
+def apart(core: EngineCore, name: str, asked: argparse.Namespace, one: list[int], other: list[int]) -> float:
+    """How far the two tokens are from each other at the first place where they differ, computed by itself."""
+    place = next(place for place, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1])
+    core.scheduler.reset_prefix_cache()
+    add(core, "apart", prompt_of(name, asked) + one[:place], 1, logprobs=20)
+    found = dict[int, float]()
+    while core.has_work:
+        for output in core.step():
+            for told in output.logprobs or []:
+                found.update(zip(told.token_ids, told.logprobs, strict=True))
+    values = sorted(found.values())
+    if not {one[place], other[place]} <= found.keys():
+        return 1.0
+    return abs(found[one[place]] - found[other[place]]) / (values[-1] - values[0])
 
 
 def measure(core: EngineCore, row: str, asked: argparse.Namespace) -> dict[str, Any]:
@@ -189,12 +212,19 @@ def measure(core: EngineCore, row: str, asked: argparse.Namespace) -> dict[str, 
         "preemptions": preemptions,
         "from_ram_gib": sum(one.loaded_bytes_total for one in after.kv_tiers if one.tier == "ram") / 2**30,
         "not_worth": after.fetches_not_worth_total,
-        "equal": sum(seen.tokens[name] == plain.tokens[name] for name in streams),
     }  # fmt: skip
     core.scheduler.check_invariants()
     core.set_pool(whole)
     core.runner.submit = counted.submit  # type: ignore[method-assign]
+    unlike = [name for name in sorted(streams) if seen.tokens[name] != plain.tokens[name]]
+    found["equal"] = len(streams) - len(unlike)
+    if in_float32(asked):
+        found["ties"] = [apart(core, name, asked, plain.tokens[name], seen.tokens[name]) for name in unlike]
     return found
+
+
+def in_float32(asked: argparse.Namespace) -> bool:
+    return "float32" in (asked.dtype, MODELS[asked.model].get("torch_dtype"))
 
 
 def judge(found: dict[str, Any], asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -205,10 +235,11 @@ def judge(found: dict[str, Any], asked: argparse.Namespace) -> Iterator[dict[str
             "row": found["row"], "verdict": name, "measured": found[name], "at_most": most,
             "holds": found[name] <= most,
         }  # fmt: skip
-    if "float32" in (asked.dtype, MODELS[asked.model].get("torch_dtype")):
+    if in_float32(asked):
+        equal = found["equal"] + sum(one <= TIE for one in found["ties"])
         yield {
-            "row": found["row"], "verdict": "streams with equal tokens", "measured": found["equal"],
-            "at_least": found["streams"], "holds": found["equal"] == found["streams"],
+            "row": found["row"], "verdict": "streams with equal tokens, or tokens that are as likely",
+            "measured": equal, "at_least": found["streams"], "holds": equal == found["streams"],
         }  # fmt: skip
 
 

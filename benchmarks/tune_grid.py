@@ -240,7 +240,6 @@ def main() -> int:
         "rate_times",
         "serve_flags",
         "speed",
-        "shapes",
     )
     results = Results(arguments.out, {name: getattr(arguments, name) for name in names})
     trials = LaneTrials(lanes_of(cores_here(), arguments.at_once))
@@ -261,7 +260,7 @@ def main() -> int:
         list(pool.map(lambda task: task[0].measure(task[1]), tasks))
         for one in comparisons:
             one.judge()
-    shares = [shape["kept_of_best"] for shape in results.found["shapes"].values()]
+    shares = [one.shape["kept_of_best"] for one in comparisons]
     if None in shares:
         return NOTHING_IN_TIME
     return 0 if min(shares) >= 1 - WITHIN else 1

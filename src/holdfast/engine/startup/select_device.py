@@ -46,7 +46,7 @@ def settle_device(
         )
     if settled.device == "cuda" and settled.nnodes > 1:
         log.warning(
-            "nnodes %d: ranks on GPUs of several machines have run with stand-ins for GPUs so far; compare with one",
+            "nnodes %d: nodes with GPUs have run on one H200 so far, never on several machines; compare with one",
             settled.nnodes,
         )
     if settled.device == "cuda" and settled.offload_backend == "uva" and not settled.cpu_offload_gb:
