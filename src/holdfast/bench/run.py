@@ -135,11 +135,12 @@ def make_result(
         loop=load.loop,
         same_process=sampler.same_process,
         clients=clients.reports,
-        stall=longest_stall(answers, start_s),
+        # A search goes on until a level is too much for the server: what happens there is no fault of the one judged.
+        stall=longest_stall(answers, start_s, None if level is None else (begin_s, end_s)),
         throughput=throughput_drift(answers, begin_s, until_s) if steady and not load.replay else None,
         ram=memory_drift(samples, begin_s, until_s, vram=False) if steady else None,
         vram=memory_drift(samples, begin_s, until_s, vram=True) if steady else None,
-        samples=samples,
+        samples=samples if level is None else _within(samples, begin_s, end_s),
         rate_points=rate_points,
     )
     cut = "" if interrupted_s is None else f"interrupted after {interrupted_s - start_s:.0f} s, no verdict; until then "
@@ -197,7 +198,7 @@ def _verdict(
             asked=(load.prompt.high, load.output.high),
             local=sampler.local,
             answers=answers,
-            samples=evidence.samples,
+            samples=sampler.samples,
             safe=safe,
             peak_in_flight=evidence.peak.peak_in_flight,
             too_few=not points,
@@ -262,6 +263,11 @@ def described(load: Load, options: RunOptions) -> dict[str, Any]:
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
+
+
+def _within(samples: Sequence[ServerSample], begin_s: float, end_s: float) -> Sequence[ServerSample]:
+    """All of them, where it is shorter than the time between two."""
+    return [sample for sample in samples if begin_s <= sample.at_s < end_s] or samples
 
 
 def _since(sample: ServerSample, start_s: float) -> ServerSample:

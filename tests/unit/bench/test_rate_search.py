@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import random
+from array import array
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
-from made_up_answers import GAP_S, TOKENS, answer
+from made_up_answers import GAP_S, TOKENS, TTFT_S, answer
 from msgspec.structs import replace
 
 from holdfast.bench.arguments import read_load
@@ -17,6 +19,7 @@ from holdfast.bench.load.load import Load
 from holdfast.bench.load.profile import Phase
 from holdfast.bench.measure.objectives import parse_slo
 from holdfast.bench.measure.rate_points import RatePoint, kept, rate_knee, rate_point
+from holdfast.bench.measure.samples import ServerSample
 from holdfast.bench.measure.verdict import Allowed
 from holdfast.bench.report.page import page
 from holdfast.bench.report.text import lines
@@ -80,8 +83,13 @@ def test_a_rate_that_the_client_was_late_for_says_so() -> None:
     assert "client" not in limited.missed
 
 
-def searched(*rates: float, same_process: bool | None = None) -> BenchResult:
-    answers, phases, points = list[TimedAnswer](), list[Phase](), list[RatePoint]()
+def searched(
+    *rates: float,
+    same_process: bool | None = None,
+    samples: Sequence[ServerSample] = (),
+    more: Sequence[TimedAnswer] = (),
+) -> BenchResult:
+    phases, points, answers = list[Phase](), list[RatePoint](), list(more)
     for at, rate in enumerate(rates):
         begin_s = 20.0 * at
         step = queued(rate, begin_s=begin_s, poisson=False)
@@ -89,7 +97,7 @@ def searched(*rates: float, same_process: bool | None = None) -> BenchResult:
         phases += [Phase(f"{rate:g}", STEP_S), Phase("drain", 20.0 - STEP_S, 0.0, 0.0)]
         answers += step
     sampler = SimpleNamespace(
-        samples=[], engine=None, settings={}, local=False, same_process=same_process, command=None
+        samples=list(samples), engine=None, settings={}, local=False, same_process=same_process, command=None
     )
     clients = SimpleNamespace(answers=answers, start_s=0.0, reports=[ClientReport(cpu_share=0.1, loop_lag_s=0.0)])
     load = Load(url="http://x", model="m", phases=tuple(phases), rate=20.0, arrivals="constant")
@@ -109,6 +117,24 @@ def test_the_verdict_and_the_reports_say_the_knee_in_requests_a_second() -> None
     assert "safe: 10 requests/s" in said
     assert "at once (" not in said
     assert "knee at 10 requests/s" in page(found)
+
+
+def test_a_fault_beyond_the_knee_is_none_of_the_rate_that_is_kept() -> None:
+    """The search goes on until something gives: what counts is what happened at the rate that is named."""
+    waits = [0.02] * 4 + [3.0] + [0.02] * 4
+
+    def stuck(at_s: float) -> TimedAnswer:
+        """Three seconds after the last of the others, so that nothing else comes meanwhile."""
+        return answer(at_s, gaps=array("f", waits).tobytes(), end_s=at_s + TTFT_S + sum(waits))
+
+    def sampled(full_s: float) -> list[ServerSample]:
+        return [ServerSample(at_s=at, ram_free_share=0.01 if at == full_s else 0.5) for at in range(60)]
+
+    beyond = searched(8.0, 10.0, 14.0, samples=sampled(50.0), more=[stuck(70.0)])
+    assert beyond.verdict.passed, beyond.verdict.reason
+    assert len(beyond.samples) == 60
+    at_it = searched(8.0, 10.0, 14.0, samples=sampled(30.0), more=[stuck(70.0)])
+    assert [check.name for check in at_it.verdict.checks if not check.passed] == ["RAM headroom"]
 
 
 def test_a_search_that_found_no_knee_says_so() -> None:

@@ -121,6 +121,13 @@ async def test_a_usage_of_nothing_is_believed_where_nothing_came(
     assert (found.good, found.output_tokens, found.counted) == (True, tokens, counted)
 
 
+@pytest.mark.parametrize("reason", ["abort", "error"])
+async def test_an_answer_that_the_server_gave_up_is_an_error(reason: str) -> None:
+    raw, _ = await answered([HEAD + b"\r\n" + stream([ROLE, token("a"), token("b", reason), USAGE, "data: [DONE]"])])
+    found = read(raw)
+    assert (found.good, found.error, found.said) == (False, "aborted", f"its finish_reason is {reason}")
+
+
 async def test_without_usage_events_are_counted() -> None:
     raw, _ = await answered([HEAD + b"\r\n" + stream([token("a"), token("b", "length"), "data: [DONE]"])])
     found = read(raw)

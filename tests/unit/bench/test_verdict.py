@@ -163,6 +163,20 @@ def test_a_stall_of_all_streams_is_found_and_a_pause_between_requests_is_none() 
     assert alone is None or alone.seconds < 0.1
 
 
+def test_a_stall_is_found_among_many_longer_pauses_without_a_request() -> None:
+    waits = [0.02] * 4 + [1.5] + [0.02] * 4
+    rare = [answer(3.0 * at) for at in range(100)]
+    held = answer(300.0, gaps=array("f", waits).tobytes(), end_s=300.0 + TTFT_S + sum(waits))
+    found = longest_stall([*rare, held], 0)
+    assert found is not None
+    assert (found.streams, round(found.seconds, 2)) == (1, 1.5)
+    assert found.at_s == pytest.approx(300.0 + TTFT_S + 4 * 0.02)
+    within = longest_stall([*rare, held], 0, (0, 299.0))
+    assert within is not None
+    assert within.seconds < 0.1
+    assert longest_stall([*rare, held], 0, (500.0, 600.0)) is None
+
+
 def test_a_client_that_falls_behind_says_so() -> None:
     late = [msgspec.structs.replace(one, intended_s=one.sent_s - 0.3) for one in STEADY]
     found = figures(late, 0, 20)

@@ -22,6 +22,8 @@ OK = 200
 SAID_CHARS = 200
 _TEXTS = ("content", "reasoning_content", "reasoning", "tool_calls")
 CANCELLED = "cancelled"
+GIVEN_UP = ("abort", "error")
+"""Reasons to finish with which vLLM, SGLang and we say that the server ended an answer before its end."""
 
 
 class TimedAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,7 +45,8 @@ class TimedAnswer(msgspec.Struct, frozen=True, kw_only=True):
     counted: bool = False
     """By the server's usage; else its events were counted, as where a usage of 0 cannot be true."""
     error: str = ""
-    """Its kind: `HTTP 503`, `timeout`, `reset`, `connect: ...`, `protocol`, `stream error`, `incomplete`."""
+    """Its kind: `HTTP 503`, `timeout`, `reset`, `connect: ...`, `protocol`, `stream error`, `aborted`,
+    `incomplete`."""
     said: str = ""
     """The server's words on it."""
     cancelled: bool = False
@@ -73,6 +76,8 @@ def read_answer(raw: RawAnswer, request: BenchRequest, *, intended_s: float) -> 
     (first, with_text), (trailing, closing) = _first_token(raw.head), _closing(raw.tail)
     if closing.error:
         return TimedAnswer(**known, error="stream error", said=closing.error)
+    if closing.reason in GIVEN_UP:
+        return TimedAnswer(**known, error="aborted", said=f"its finish_reason is {closing.reason}")
     last = len(raw.times) - 1 - trailing
     times = raw.times[first : last + 1]
     if not times:  # Nothing but an end: an answer of no tokens that can be seen.
@@ -105,6 +110,8 @@ def text_of(raw: RawAnswer) -> str:
 class _Closing(msgspec.Struct):
     usage: dict[str, Any] = {}
     finished: bool = False
+    reason: str = ""
+    """Its finish_reason."""
     error: str = ""
 
 
@@ -130,7 +137,8 @@ def _closing(tail: Iterable[bytes]) -> tuple[int, _Closing]:
             if isinstance(event.get("usage"), dict) and not found.usage:
                 found.usage = event["usage"]
             choice = _choice(event)
-            found.finished = found.finished or bool(choice.get("finish_reason"))
+            found.reason = found.reason or str(choice.get("finish_reason") or "")
+            found.finished = found.finished or bool(found.reason)
             if _has_token(event) or (choice and not choice.get("finish_reason")):
                 break
         trailing += 1

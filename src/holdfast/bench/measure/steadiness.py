@@ -11,12 +11,10 @@ import msgspec
 import numpy as np
 
 from holdfast.bench.client.answers import TimedAnswer
-from holdfast.bench.measure.figures import token_blocks, tokens_between
+from holdfast.bench.measure.figures import BLOCK_EVENTS, token_blocks, tokens_between
 from holdfast.bench.measure.samples import ServerSample
 
 FIFTHS = 5
-LOOKED_AT = 50
-"""Of the longest times without anything, for one that some stream spans."""
 ROUNDED_S = 5e-4
 """What a moment of a long run may be off by in four bytes."""
 BINS_OF_A_FIFTH = 6
@@ -85,22 +83,27 @@ def memory_drift(samples: Sequence[ServerSample], begin_s: float, end_s: float, 
     return Drift(early=held[0], late=held[1], pools=pools[0], pools_grew=grew)
 
 
-def longest_stall(answers: Sequence[TimedAnswer], start_s: float) -> Stall | None:
-    """Between two moments in which anything came, of those that some stream spans."""
+def longest_stall(
+    answers: Sequence[TimedAnswer], start_s: float, within: tuple[float, float] | None = None
+) -> Stall | None:
+    """Between two moments in which anything came, of those that some stream spans. `within`: both lie there."""
     streams = [answer for answer in answers if answer.first_s is not None]
     # Four bytes each are exact to a tenth of a millisecond within an hour, and stalls are of a second.
     parts = [(times - start_s).astype(np.float32) for times, _ in token_blocks(streams)]
     times = np.concatenate(parts) if parts else np.empty(0, np.float32)
-    if len(times) < 2:
-        return None
     times.sort()
-    gaps = np.diff(times)
-    begins = np.array([answer.first_s for answer in streams]) - start_s - ROUNDED_S
-    ends = np.array([answer.end_s for answer in streams]) - start_s + ROUNDED_S
-    longest = np.argpartition(gaps, -LOOKED_AT)[-LOOKED_AT:] if len(gaps) > LOOKED_AT else np.arange(len(gaps))
-    for place in longest[np.argsort(gaps[longest])[::-1]]:
-        low, high = times[place], times[place + 1]
-        spanning = int(((begins <= low) & (ends >= high)).sum())
-        if spanning:
-            return Stall(at_s=float(low), seconds=float(high - low), streams=spanning)
-    return None
+    if within is not None:
+        times = times[slice(*np.searchsorted(times, np.array(within) - start_s))]
+    begins = np.sort([answer.first_s - start_s - ROUNDED_S for answer in streams if answer.first_s is not None])
+    ends = np.sort([answer.end_s - start_s + ROUNDED_S for answer in streams])
+    found = None
+    for at in range(0, len(times) - 1, BLOCK_EVENTS):
+        lows, highs = times[at : at + BLOCK_EVENTS], times[at + 1 : at + 1 + BLOCK_EVENTS]
+        lows = lows[: len(highs)]
+        # Nothing begins or ends between two neighbours: what has begun at the first and not ended before the second.
+        spanning = np.searchsorted(begins, lows, "right") - np.searchsorted(ends, highs, "left")
+        gaps = np.where(spanning > 0, highs - lows, 0)
+        place = int(gaps.argmax())
+        if gaps[place] > (0 if found is None else found.seconds):
+            found = Stall(at_s=float(lows[place]), seconds=float(gaps[place]), streams=int(spanning[place]))
+    return found
