@@ -11,9 +11,9 @@ again between them. A line of JSON for each row, and one for each thing that is 
 the question to the smaller pool (`shrunk_s`), how long no step ran (`stood_still_s`), the longest time between two
 tokens of streams that stayed and of those that were sent back, tokens computed twice beside those that may be (of each
 that was sent back its last block, which was not full), and streams whose tokens are those of an undisturbed run (all in
-float32: --model 1b --dtype float32). Steps of other sizes are summed in another order, so one in ten thousands of tokens
-is decided by a rounding: where a stream says another token, both are asked for once more in a run of their own, and
-count as equal if they are as likely there (`ties`: how far they are apart, of the distance to the twentieth).
+float32: --model 1b --dtype float32). Steps of other sizes are summed in another order, so one in ten thousands of
+tokens is decided by a rounding: where a stream says another token, both are asked for once more in a run of their own,
+and count as equal if they are as likely there (`ties`: how far they are apart, of the distance to the twentieth).
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ MODELS: dict[str, dict[str, Any]] = {
 IN_USE = {"moved": 15 / 40, "swapped": 30 / 40}
 """Of the pool before."""
 TIE = 1e-3
-"""Of the distance from the likeliest token to the twentieth. A page that is not what was computed moves all of them by more."""
+"""Of the distance from the likeliest token to the twentieth. A page that is not what was computed moves all of them by
+more."""
 
 
 @dataclass

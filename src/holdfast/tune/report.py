@@ -35,7 +35,7 @@ def lines(result: TuneResult) -> Iterator[str]:
         f" ({traffic.offered_per_s:.2f} requests/s)"
     )
     if traffic.speed * traffic.climb > 1:
-        yield "  quicker than it was, since at its own pace the default keeps the SLO and nothing could be better"
+        yield "  quicker than it was, since at its own pace those that keep the SLO could not be told apart"
     yield ""
     yield f"{counted(result.combinations, 'combination')} of " + ", ".join(_flag(axis.name) for axis in result.axes)
     for one in result.pruned:

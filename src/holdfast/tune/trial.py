@@ -13,6 +13,7 @@ from holdfast.bench.measure.objectives import Objective
 from holdfast.bench.measure.verdict import HEADROOM
 from holdfast.bench.result import BenchResult
 from holdfast.tune.configuration import ServerConfiguration
+from holdfast.tune.replay import kept_per_s
 
 Stage = Literal["default", "search", "finalists", "confirmation", "own pace"]
 SLACK = 0.05
@@ -31,7 +32,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     climb: float = 1.0
     """So many times that speed at the end of the replay."""
     goodput: float = 0.0
-    """Requests a second that were answered within the SLO."""
+    """Requests a second that were answered within the SLO; of a pace that climbs, up to which it kept up."""
     good_share: float = 0.0
     requests: int = 0
     failed: int = 0
@@ -78,7 +79,15 @@ def chance_of(trial: Trial) -> float:
     """The standard deviation of its goodput, were each request in time by chance alone."""
     if not trial.requests or not 0 < trial.good_share < 1:
         return 0.0
-    return trial.goodput * math.sqrt((1 - trial.good_share) / (trial.good_share * trial.requests))
+    in_time, chance = (
+        trial.good_share * trial.requests,
+        math.sqrt(trial.good_share * (1 - trial.good_share) * trial.requests),
+    )
+    more, less = (
+        kept_per_s(min(max(count, 0.0), trial.requests), trial.requests, 1.0, trial.climb)
+        for count in (in_time + chance, in_time - chance)
+    )
+    return trial.goodput * (more - less) / (2 * kept_per_s(in_time, trial.requests, 1.0, trial.climb))
 
 
 def mean_merit(trials: Sequence[Trial]) -> float:
@@ -103,7 +112,7 @@ def trial_of(
         stage=stage,
         speed=speed,
         climb=climb,
-        goodput=(figures.good_share or 0.0) * figures.requests / offered_s,
+        goodput=kept_per_s((figures.good_share or 0.0) * figures.requests, figures.requests, offered_s, climb),
         good_share=figures.good_share or 0.0,
         requests=figures.requests,
         failed=figures.failed,

@@ -3,9 +3,9 @@
     default at the traffic's pace ─► faster until it no longer holds ─► search ─► best few again ─► best against default
                                      (else all would hold alike)                                    in turns: the gain
 
-Compared is a replay whose pace climbs from the last that the default held: each configuration falls behind somewhere on
-the way, and what it answers in time until then tells them apart. At one pace near what a server can do, equal runs
-differ by half.
+Compared is a replay whose pace climbs from the last that the default held, or from the traffic's own where it does not
+hold that: each configuration falls behind somewhere on the way, and the pace up to which it kept up tells them apart.
+At one pace near what a server can do, equal runs differ by half; at an easy one all are alike.
 
 Measures through a function and reads time from a clock that it is given, so that a made-up landscape can be searched
 in a test. Starts no server.
@@ -39,7 +39,7 @@ ALIKE = 0.01
 """Share of what the best is worth, by which another may be below it and count as equal."""
 OWN_PACE = 1.0
 CLIMB = 2.0
-"""From the last pace that the default held to so many times that."""
+"""From the last pace that the default held, or the traffic's own, to so many times that."""
 NEAR = 1.5
 """So many times the last pace that the default held, it held no longer: near enough to begin there."""
 KEPT_SHARE = 0.99
@@ -108,8 +108,12 @@ def _plainest_first(
     return [*sorted(alike, key=lambda one: len(one.changes)), *(one for one in ordered if one not in alike)]
 
 
+def _pace(trial: Trial) -> tuple[float, float]:
+    return trial.speed, trial.climb
+
+
 def _at_own_pace(trial: Trial) -> bool:
-    return (trial.speed, trial.climb) == (OWN_PACE, 1.0)
+    return _pace(trial) == (OWN_PACE, 1.0)
 
 
 def _kept(trial: Trial) -> bool:
@@ -166,13 +170,13 @@ class Tuner:
                 return
             held_at = self._speed
             self._speed *= 4.0 if (trial.times_limit or 1.0) < 0.25 else 2.0
-        if held_at is None or trial.died:
+        if trial.died:
             return
-        while self._speed > NEAR * held_at and self._left_s() > self._budget_s / 2:
+        while held_at is not None and self._speed > NEAR * held_at and self._left_s() > self._budget_s / 2:
             failed_at, self._speed = self._speed, round(math.sqrt(held_at * self._speed), 2)
             if _kept(self._try(DEFAULT, "default")):
                 held_at, self._speed = self._speed, failed_at
-        self._speed, self._climb = held_at, CLIMB
+        self._speed, self._climb = held_at or OWN_PACE, CLIMB
         self._try(DEFAULT, "default")
 
     def _search(self) -> None:
@@ -235,7 +239,7 @@ class Tuner:
         others = len(self._choices(self._speed, self._climb).configurations) > 1
         tried = any(not trial.configuration.is_default for trial in self.trials)
         verdict, gain = SAME if tried or not others else UNCONFIRMED, None
-        left = list(finalists)
+        left, behind = list(finalists), None
         while left:
             finalist = self._rounds(left)
             if finalist is None:
@@ -244,23 +248,31 @@ class Tuner:
             left.remove(finalist)
             gain = self._gain(finalist)
             default, other = (standing([pair[side] for pair in self._pairs[finalist]]) for side in (0, 1))
-            if other < default or not self._stands_at_own_pace(finalist):
+            if other < default or (own_default := self._own_pace(DEFAULT)) > (own := self._own_pace(finalist)):
                 continue
-            if other > default:
-                return self._outcome(finalist, STANDS, gain)
-            if gain is None and mean_merit([pair[1] for pair in self._pairs[finalist]]) > 0:
-                return self._outcome(finalist, STANDS, None)  # The default answered nothing in time.
-            if gain is not None and (gain.proven or gain.likely):
-                return self._outcome(finalist, BETTER if gain.proven else LIKELY, gain)
-            return self._outcome(DEFAULT, SAME, gain)
+            outcome = self._against_default(finalist, gain, holds_more=(other, own) > (default, own_default))
+            if own[1] or outcome.kept == DEFAULT:
+                return outcome
+            behind = behind or outcome  # Unless another finalist holds the user's pace.
+        if behind is not None:
+            return behind
         if verdict == UNCONFIRMED:
             return self._unconfirmed()
         return self._outcome(DEFAULT, verdict, gain)
 
+    def _against_default(self, finalist: ServerConfiguration, gain: Gain | None, *, holds_more: bool) -> TuneOutcome:
+        if holds_more:
+            return self._outcome(finalist, STANDS, gain)
+        if gain is None and mean_merit([pair[1] for pair in self._pairs[finalist]]) > 0:
+            return self._outcome(finalist, STANDS, None)  # The default answered nothing in time.
+        if gain is not None and (gain.proven or gain.likely):
+            return self._outcome(finalist, BETTER if gain.proven else LIKELY, gain)
+        return self._outcome(DEFAULT, SAME, gain)
+
     def _rounds(self, finalists: Sequence[ServerConfiguration]) -> ServerConfiguration | None:
         """The default and the one that is best by all that was measured, in turns, until it is decided or the time is
         up. Returns that one; None: there was no time."""
-        own_pace_s = 0.0 if self._at_own_pace else self._cost_s()
+        own_pace_s = 0.0 if self._at_own_pace else (1 + (self._default_missed == 1)) * self._cost_s()
         for _ in range(MOST_ROUNDS):
             left_s = self._left_s() - own_pace_s
             leader = self._best_of(finalists)
@@ -298,21 +310,23 @@ class Tuner:
         defaults, others = ([pair[side].goodput for pair in rounds] for side in (0, 1))
         return gain_of(defaults, others)
 
-    def _stands_at_own_pace(self, finalist: ServerConfiguration) -> bool:
-        """What holds more of a faster replay must still hold the user's."""
+    def _own_pace(self, configuration: ServerConfiguration) -> tuple[bool, bool]:
+        """How it stands at the user's pace, which what keeps up with a faster one must hold too: measured now, but for
+        a default that held it at first. Where nothing was compared at another pace: it is not asked again."""
         if self._at_own_pace or self._asked_speed is not None:
-            return True
+            return True, True
         speed, climb, self._speed, self._climb = self._speed, self._climb, OWN_PACE, 1.0
         try:
-            before = [trial for trial in self._of(DEFAULT) if _at_own_pace(trial)]
-            return standing([self._try(finalist, "own pace")]) >= standing(before)
+            if not configuration.is_default or self._default_missed == 1:
+                self._try(configuration, "own pace")
+            return standing(self._here(configuration))
         finally:
             self._speed, self._climb = speed, climb
 
     def _without_default(self, finalists: Sequence[ServerConfiguration]) -> TuneOutcome:
         for finalist in finalists:
             self._try(finalist, "confirmation")
-            if standing(self._of(finalist))[0] and self._stands_at_own_pace(finalist):
+            if standing(self._of(finalist))[0] and self._own_pace(finalist) >= self._own_pace(DEFAULT):
                 return self._outcome(finalist, ONLY, None)
         lived = [one for one in self._ranked() if standing(self._of(one))[0]]
         return self._outcome(lived[0], ONLY, None) if lived else self._outcome(None, NOTHING, None)
@@ -336,7 +350,7 @@ class Tuner:
         return [
             trial
             for trial in self.trials
-            if (trial.speed, trial.climb) == (self._speed, self._climb)
+            if _pace(trial) == (self._speed, self._climb)
             and (configuration is None or trial.configuration == configuration)
         ]
 
@@ -363,6 +377,11 @@ class Tuner:
         lived = [one for one in tried if standings[one][0]]
         ordered = sorted(lived, key=lambda one: (standings[one], worth[places[one]]), reverse=True)
         return _plainest_first(ordered, lambda one: (standings[one], worth[places[one]]))
+
+    @property
+    def _default_missed(self) -> int:
+        """How often it did not hold the user's pace; after the first time it is asked once more."""
+        return sum(not trial.held for trial in self._of(DEFAULT) if _at_own_pace(trial))
 
     @property
     def _at_own_pace(self) -> bool:
@@ -392,9 +411,12 @@ class Tuner:
 
     def _unconfirmed(self, *, interrupted: bool = False) -> TuneOutcome:
         """The default, unless it failed what another held: that is no question of a few percent."""
-        default = standing(self._here(DEFAULT))
         for one in self._ranked()[:1]:
-            if standing(self._here(one)) > default:
+            if self._climb != 1 and self._default_missed and not interrupted:
+                default, other = self._own_pace(DEFAULT), self._own_pace(one)
+            else:
+                default, other = standing(self._here(DEFAULT)), standing(self._here(one))
+            if other > default:
                 return self._outcome(one, STANDS if default[0] else ONLY, None, interrupted=interrupted)
         return self._outcome(DEFAULT if self.trials else None, UNCONFIRMED, None, interrupted=interrupted)
 

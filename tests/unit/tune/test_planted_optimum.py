@@ -7,8 +7,9 @@ import itertools
 import math
 import random
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 
 from holdfast.tune.configuration import DEFAULT, Axis, ServerConfiguration
@@ -61,7 +62,7 @@ class PlantedServer:
                 died="out of memory",
                 seconds=TRIAL_S,
             )
-        offered = speed * (1 + climb) / 2 * 10.0 / self.saturated_at
+        offered = speed * climb * 10.0 / self.saturated_at  # At the end.
         goodput = max(0.0, min(value * (1 + self.draw.gauss(0, self.noise)), offered))
         share = goodput / offered
         return Trial(
@@ -154,6 +155,62 @@ def test_what_holds_the_slo_is_kept_over_what_does_not() -> None:
     assert outcome.kept is not None
     assert outcome.kept.value("max_num_seqs") == 16
     assert outcome.held
+
+
+def several_hold(point: tuple[int, ...]) -> float:
+    """More than the 10 requests a second that are offered, some by much; not so the default."""
+    return {0: 9.0, 1: 11.0, 2: 14.0}.get(point[0], 8.0)
+
+
+def test_of_several_that_hold_what_the_default_does_not_the_one_with_most_left_is_kept() -> None:
+    server = PlantedServer(several_hold)
+    outcome = server.tune(speed=None)
+    assert (outcome.verdict, outcome.pace, outcome.held) == (STANDS, (1.0, 2.0), True)
+    assert of(several_hold, outcome) == 14.0
+    assert outcome.gain is not None
+    assert outcome.gain.change == pytest.approx(14 / 8 - 1)
+    again = [trial.configuration.is_default for trial in outcome.trials if trial.stage == "own pace"]
+    assert again == [True, False]  # That the default does not hold it was seen once.
+
+
+def test_what_holds_the_users_pace_is_kept_over_what_keeps_up_with_more_and_does_not() -> None:
+    """As where it falls behind only with time: all that keep up with the most do not hold the traffic's own pace."""
+
+    class Moody(PlantedServer):
+        def __call__(self, configuration: ServerConfiguration, **asked: Any) -> Trial:
+            trial = super().__call__(configuration, **asked)
+            lost = asked["stage"] == "own pace" and len(self.lost) < 1 and not configuration.is_default
+            if lost:
+                self.lost.append(configuration)
+                return msgspec.structs.replace(trial, goodput=8.0, good_share=0.8, slo_held=False)
+            return trial
+
+        lost: list[ServerConfiguration] = []
+
+    server = Moody(several_hold)
+    outcome = server.tune(trials=90, speed=None)
+    assert (outcome.verdict, outcome.held) == (STANDS, True)
+    assert outcome.kept not in (DEFAULT, *server.lost)
+
+
+def test_a_default_that_missed_its_own_pace_by_chance_is_not_given_up_for_that() -> None:
+    """Once of two times is as good as held."""
+
+    class Unlucky(PlantedServer):
+        def __call__(self, configuration: ServerConfiguration, **asked: Any) -> Trial:
+            first = not self.now_s
+            trial = super().__call__(configuration, **asked)
+            return msgspec.structs.replace(trial, goodput=9.0, good_share=0.9, slo_held=False) if first else trial
+
+    outcome = Unlucky(lambda point: 14.0).tune(speed=None)
+    assert (outcome.kept, outcome.verdict) == (DEFAULT, SAME)
+
+
+def test_what_holds_the_users_pace_is_kept_without_time_for_a_proof() -> None:
+    outcome = PlantedServer(lambda point: 14.0 if point[0] == 1 else 8.0).tune(trials=7, speed=None)
+    assert outcome.verdict == STANDS
+    assert outcome.kept is not None
+    assert outcome.kept.value("max_num_seqs") == 16
 
 
 @pytest.mark.parametrize("interrupted", [False, True])

@@ -14,7 +14,7 @@ from holdfast.cli.commands.tune import planned_settings, settings_of_flags
 from holdfast.tune.configuration import DEFAULT, Axis, ServerConfiguration, command_of, start_words
 from holdfast.tune.gain import gain_of
 from holdfast.tune.measure import cause_of, timeout_of
-from holdfast.tune.replay import busiest, replayed
+from holdfast.tune.replay import busiest, kept_per_s, replayed
 from holdfast.tune.report import lines
 from holdfast.tune.result import make_result
 from holdfast.tune.space.axes import space_of
@@ -119,14 +119,27 @@ def test_the_busiest_part_is_replayed_and_a_short_file_begins_again() -> None:
 
 
 def test_a_pace_climbs_evenly_to_so_many_times_what_it_began_with() -> None:
-    """From 2 to 6 times in 10 s: 40 s of the traffic, of which 20 x 1.5 s in the second half."""
-    climbing = replayed([Arrival(at, 5, 1) for at in range(100)], 10.0, 2.0, 3.0)
-    assert len(climbing) == 40
-    assert climbing[2].at_s == pytest.approx(0.9161, abs=1e-3)  # 2 t + 0.2 t^2 = 2
-    assert climbing[15].at_s == pytest.approx(5.0)
+    """A second at twice the pace, then from that to 6 times in 15 s: 62 s of the traffic."""
+    climbing = replayed([Arrival(at, 5, 1) for at in range(100)], 16.0, 2.0, 3.0)
+    assert len(climbing) == 62
+    assert [climbing[at].at_s for at in (1, 2, 32)] == pytest.approx(
+        [0.5, 1.0, 10.2705], abs=1e-4
+    )  # 30 = 2 t + 4 / 15 * t^2 / 2
     assert replayed([Arrival(at, 5, 1) for at in range(9)], 3.0, 2.0, 1.0) == replayed(
         [Arrival(at, 5, 1) for at in range(9)], 3.0, 2.0
     )
+
+
+@pytest.mark.parametrize("kept", [2.5, 4.0, 5.5])
+def test_goodput_of_a_pace_that_climbs_is_what_it_had_climbed_to(kept: float) -> None:
+    """Of requests that are one a second at their own pace, those that came before it was so quick."""
+    climbing = replayed([Arrival(0.01 * at, 5, 1) for at in range(10_000)], 16.0, 2.0, 3.0)
+    in_time = sum(one.at_s < 1 + 15 * (kept - 2) / 4 for one in climbing)
+    assert kept_per_s(in_time, len(climbing), 16.0, 3.0) == pytest.approx(100 * kept, rel=0.01)
+    at_first = kept_per_s(1.0, len(climbing), 16.0, 3.0)
+    assert 0 < at_first < 2.0
+    assert kept_per_s(0, len(climbing), 16.0, 3.0) == 0.0
+    assert kept_per_s(20, 40, 10.0, 1.0) == 2.0
 
 
 def test_commands_are_as_people_write_them_without_keys() -> None:

@@ -198,7 +198,7 @@ def tuned(arguments: argparse.Namespace) -> TuneResult:
         clock=used_s,
         speed=speed,
         most_goodput=lambda place, *pace: most_goodput(
-            choices(*pace).servers[place].plan, trials.replay(*pace), settings.seconds
+            choices(*pace).servers[place].plan, trials.replay(*pace), settings.seconds, pace[1]
         ),
     )
     outcome = tuner.run()

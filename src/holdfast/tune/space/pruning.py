@@ -16,6 +16,7 @@ from holdfast.errors import HoldfastError
 from holdfast.planner.advice.throughput import throughput
 from holdfast.planner.fit.result import Plan
 from holdfast.tune.configuration import Axis, ServerConfiguration
+from holdfast.tune.replay import kept_per_s
 from holdfast.tune.space import kv_tiers
 from holdfast.tune.space.axes import longest
 from holdfast.tune.space.kv_tiers import CommonPrefixes
@@ -175,7 +176,7 @@ def _same_server(found: Plan, configuration: ServerConfiguration, against: Prune
     )
 
 
-def most_goodput(plan: Plan | None, arrivals: Sequence[Arrival], offered_s: float) -> float | None:
+def most_goodput(plan: Plan | None, arrivals: Sequence[Arrival], offered_s: float, climb: float = 1.0) -> float | None:
     """Requests a second that the device could answer at the very best: the shortest answers first, at the rate that
     its memory allows so many sequences. None: the rates of the device are not known."""
     rate = throughput(plan) if plan is not None and plan.fits else None
@@ -188,4 +189,4 @@ def most_goodput(plan: Plan | None, arrivals: Sequence[Arrival], offered_s: floa
         if tokens < 0:
             break
         count += 1
-    return count / offered_s
+    return kept_per_s(count, len(arrivals), offered_s, climb)
