@@ -174,23 +174,22 @@ def test_of_several_that_hold_what_the_default_does_not_the_one_with_most_left_i
 
 
 def test_what_holds_the_users_pace_is_kept_over_what_keeps_up_with_more_and_does_not() -> None:
-    """As where it falls behind only with time: all that keep up with the most do not hold the traffic's own pace."""
+    """As where it falls behind only with time."""
+    lost: list[ServerConfiguration] = []
 
     class Moody(PlantedServer):
+        """The first finalist does not hold the traffic's own pace."""
+
         def __call__(self, configuration: ServerConfiguration, **asked: Any) -> Trial:
             trial = super().__call__(configuration, **asked)
-            lost = asked["stage"] == "own pace" and len(self.lost) < 1 and not configuration.is_default
-            if lost:
-                self.lost.append(configuration)
-                return msgspec.structs.replace(trial, goodput=8.0, good_share=0.8, slo_held=False)
-            return trial
+            if lost or asked["stage"] != "own pace" or configuration.is_default:
+                return trial
+            lost.append(configuration)
+            return msgspec.structs.replace(trial, goodput=8.0, good_share=0.8, slo_held=False)
 
-        lost: list[ServerConfiguration] = []
-
-    server = Moody(several_hold)
-    outcome = server.tune(trials=90, speed=None)
+    outcome = Moody(several_hold).tune(trials=90, speed=None)
     assert (outcome.verdict, outcome.held) == (STANDS, True)
-    assert outcome.kept not in (DEFAULT, *server.lost)
+    assert outcome.kept not in (DEFAULT, *lost)
 
 
 def test_a_default_that_missed_its_own_pace_by_chance_is_not_given_up_for_that() -> None:
