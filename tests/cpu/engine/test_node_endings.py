@@ -63,7 +63,7 @@ def joined(nodes: int = 2) -> Iterator[tuple[NodeHub, list[Wire]]]:
         for node in range(1, nodes):
             report = msgspec.structs.replace(own, node=node)
             config = settings(hub.port, nodes, node_rank=node)
-            wires.append(join_head(config, lambda host, report=report: report))
+            wires.append(join_head(config, lambda report=report: report))
         hub.await_nodes(SOON_S, lambda done, total: None)
         yield hub, wires
     finally:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import msgspec
@@ -23,6 +24,7 @@ from holdfast.engine.ranks.messages import StartRank
 from holdfast.engine.ranks.nodes import agent as agent_module
 from holdfast.engine.ranks.nodes import hub as hub_module
 from holdfast.engine.ranks.nodes import messages, secret
+from holdfast.engine.ranks.nodes import report as report_module
 from holdfast.engine.ranks.nodes.agent import NodeAgent
 from holdfast.engine.ranks.nodes.hub import NodeHub
 from holdfast.engine.ranks.nodes.join import join_head
@@ -34,6 +36,7 @@ from holdfast.engine.ranks.nodes.wire import Wire
 from holdfast.engine.startup.build import find_model
 from holdfast.errors import ConfigurationError, EngineError
 from holdfast.execution.parallel.segment import SegmentLayout
+from holdfast.hardware.nvidia import NvidiaMachine
 from holdfast.records import Failure
 
 pytestmark = pytest.mark.usefixtures("forked_starts")
@@ -78,7 +81,7 @@ def join(head: NodeHub, *, node: int = 1, secret: str = SECRET, **changed):
     config = settings(
         head.port, node_secret=secret, nnodes=nodes, tensor_parallel_size=nodes, node_rank=node, node_timeout=2.0
     )
-    return join_head(config, lambda host: msgspec.structs.replace(said, host=host))
+    return join_head(config, lambda: said)
 
 
 def test_a_node_with_the_secret_is_let_in_with_its_address() -> None:
@@ -88,6 +91,51 @@ def test_a_node_with_the_secret_is_let_in_with_its_address() -> None:
         assert [report.node for report in head.reports] == [0, 1]
         assert head.reports[1].host == "127.0.0.1"
         wire.close()
+
+
+def test_a_node_whose_driver_takes_its_time_is_let_in(monkeypatch) -> None:
+    """It is asked before the head is: that one lets no stranger be silent for long."""
+    monkeypatch.setattr(hub_module, "HANDSHAKE_S", 0.5)
+
+    def slow() -> NodeReport:
+        time.sleep(1.0)
+        return msgspec.structs.replace(REPORT, node=1)
+
+    with hub() as head:
+        wire = join_head(settings(head.port, node_timeout=2.0), slow)
+        head.await_nodes(SOON_S, lambda done, total: None)
+        wire.close()
+
+
+@pytest.fixture
+def without_gpus(monkeypatch) -> None:
+    """A machine whose driver knows none any more."""
+    monkeypatch.setattr(report_module, "probe", NvidiaMachine)
+
+
+@pytest.mark.usefixtures("without_gpus")
+def test_a_head_hears_of_a_node_whose_gpu_is_gone(tiny_model) -> None:
+    with hub() as head:
+        config = settings(head.port, device="cuda", model=str(tiny_model), load_format="dummy")
+        files = find_model(config, text=False).files
+        for ended in (
+            lambda: join_head(config, partial(report_of, config, files)),
+            lambda: head.await_nodes(SOON_S, lambda done, total: None),
+        ):
+            with pytest.raises(ConfigurationError, match=r"node 1 \(.*\): rank 0 of this node has no GPU") as told:
+                ended()
+            assert told.value.code == "HF133"
+
+
+@pytest.mark.usefixtures("without_gpus")
+def test_a_node_whose_gpu_is_gone_says_so_where_there_is_no_head(tiny_model, port: int, caplog) -> None:
+    """At once, and at last."""
+    config = settings(port, device="cuda", model=str(tiny_model), load_format="dummy", node_timeout=1.0)
+    files = find_model(config, text=False).files
+    with pytest.raises(ConfigurationError, match="rank 0 of this node has no GPU") as told:
+        join_head(config, partial(report_of, config, files))
+    assert told.value.code == "HF133"
+    assert len([one for one in caplog.messages if one.startswith("node 1 cannot join, which the head at")]) == 1
 
 
 def test_another_secret_is_refused_and_the_head_waits_on() -> None:
@@ -256,7 +304,7 @@ def test_missing_nodes_are_named() -> None:
 def test_a_node_without_a_head_gives_up_in_time() -> None:
     port, began_s = free_port(), time.monotonic()
     with pytest.raises(EngineError, match=f"node 1 has not reached the head at 127.0.0.1 port {port}") as lost:
-        join_head(settings(port, node_timeout=1.0), lambda host: REPORT)
+        join_head(settings(port, node_timeout=1.0), lambda: REPORT)
     assert lost.value.code == "HF446"
     assert time.monotonic() - began_s < SOON_S
 
@@ -321,7 +369,7 @@ def test_a_head_without_the_secret_learns_nothing_of_a_node() -> None:
     thread = threading.Thread(target=pretend, daemon=True)
     thread.start()
     with listener, pytest.raises(ConfigurationError, match="different secrets"):
-        join_head(settings(listener.getsockname()[1]), lambda host: REPORT)
+        join_head(settings(listener.getsockname()[1]), lambda: REPORT)
     thread.join(SOON_S)
     assert heard == [messages.OtherSecret()]
 

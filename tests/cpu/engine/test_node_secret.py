@@ -100,5 +100,5 @@ def test_those_who_call_a_head_cost_it_no_scrypt(derived: list[tuple[int, int]])
 def test_a_node_derives_its_key_once_however_often_it_tries(derived: list[tuple[int, int]]) -> None:
     config = settings(node_rank=1, node_secret=GOOD, node_timeout=1.2, master_port=free_port())
     with pytest.raises(EngineError, match="has not reached the head"):
-        join_head(config, lambda host: REPORT)
+        join_head(config, lambda: REPORT)
     assert len(derived) == 1

@@ -65,7 +65,7 @@ def joined(head: NodeHub, **changed) -> Wire:
         device="cpu", tensor_parallel_size=2, nnodes=2, node_rank=1, master_port=head.port, node_secret=SECRET,
         node_timeout=SOON_S,
     )  # fmt: skip
-    return join_head(config, lambda host: msgspec.structs.replace(REPORT, node=1, **changed))
+    return join_head(config, lambda: msgspec.structs.replace(REPORT, node=1, **changed))
 
 
 def test_the_version_of_a_stranger(head: NodeHub, caplog) -> None:

@@ -34,9 +34,10 @@ NAME_CHARS, SENTENCE_CHARS = 255, 2000
 
 
 def report_of(
-    config: EngineConfig, files: ModelFiles, host: str, checkpoint: dict[str, str] | None = None
+    config: EngineConfig, files: ModelFiles, host: str = "", checkpoint: dict[str, str] | None = None
 ) -> NodeReport:
-    """`checkpoint`: its digests, where they have been made."""
+    """`host`: empty of a node that has yet to join, which may not know it. `checkpoint`: its digests, where they have
+    been made. Raises what is wrong with this node: fewer GPUs than it has ranks."""
     machine = memory()
     return NodeReport(
         node=config.node_rank,
