@@ -526,6 +526,18 @@ def test_a_node_hears_why_its_head_does_not_start(node: EngineConfig) -> None:
     assert agent.error.message == "node 2 is another"
 
 
+def test_a_node_joins_the_next_head_also_where_this_one_has_not_started_again(node: EngineConfig, caplog) -> None:
+    agent, head = RunningAgent(node), head_at(node)
+    head.await_nodes(SOON_S, lambda done, total: None)
+    head.close(again=True, failure=Failure.of(EngineError("node 2 (rank 2) has not joined", code="HF446")))
+    head = head_at(node)
+    head.await_nodes(SOON_S, lambda done, total: None)
+    assert "the head has not started again: node 2 (rank 2) has not joined" in caplog.messages
+    head.close(again=False)
+    assert agent.ended()
+    assert agent.error is None
+
+
 def test_an_engine_of_another_node_than_the_head_is_refused(tiny_model) -> None:
     with pytest.raises(ConfigurationError, match="started by the head alone") as refused:
         make(tiny_model, 2, nnodes=2, node_rank=1, node_secret=SECRET)
