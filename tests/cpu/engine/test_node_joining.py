@@ -386,8 +386,28 @@ def test_checkpoints_are_told_apart_by_size_and_header(tmp_path, tiny_model) -> 
     assert report_of(settings(0), files, "host").node == 1
 
 
-def with_weights(files, weights):
-    return replace(files, weights=(weights,))
+def with_weights(files, *weights):
+    return replace(files, weights=weights)
+
+
+def test_a_checkpoint_of_many_files_is_heard_and_compared(tmp_path, tiny_model) -> None:
+    """Before the secret is proven little is listened to: neighbours have one digest together."""
+    files = find_model(settings(0, model=str(tiny_model), load_format="dummy"), text=False).files
+    paths = [tmp_path / f"{number:05}-{'of a long name ' * 15}.safetensors" for number in range(1, 601)]
+    for path in paths:
+        path.write_bytes(b"a")
+    ours = checkpoint_digests(with_weights(files, *paths), dummy=False)
+    paths[7].write_bytes(b"b")
+    theirs = checkpoint_digests(with_weights(files, *reversed(paths)), dummy=False)
+    assert [name for name in ours if ours[name] != theirs[name]] == [f"{paths[5].name} and 4 more"]
+    with hub() as head:
+        head.own = msgspec.structs.replace(head.own, checkpoint=ours)
+        wire = join(head, agent="one", checkpoint=ours)
+        head.await_nodes(SOON_S, lambda done, total: None)
+        wire.close()
+        with pytest.raises(ConfigurationError, match="another checkpoint than the head") as refused:
+            join(head, agent="one", checkpoint=theirs)
+    assert "and 4 more" in refused.value.found
 
 
 @pytest.mark.parametrize(
