@@ -36,6 +36,7 @@ from holdfast.engine.ranks.nodes.wire import Wire
 from holdfast.engine.startup.build import find_model
 from holdfast.errors import ConfigurationError, EngineError
 from holdfast.execution.parallel.segment import SegmentLayout
+from holdfast.execution.parallel.sockets.proof import proof
 from holdfast.hardware.nvidia import NvidiaMachine
 from holdfast.records import Failure
 
@@ -234,8 +235,8 @@ def test_nobody_is_let_in_by_a_head_that_has_ended() -> None:
         challenge = messages.decode_from_head(wire.receive())
         assert isinstance(challenge, messages.Challenge)
         head.close(again=True)
-        proof = secret.proof(secret.derive_key(SECRET), secret.AGENT, nonce, challenge.nonce)
-        wire.send(messages.encode(messages.Join(proof, msgspec.structs.replace(REPORT, node=1))))
+        shown = proof(secret.derive_key(SECRET), secret.AGENT, nonce, challenge.nonce)
+        wire.send(messages.encode(messages.Join(shown, msgspec.structs.replace(REPORT, node=1))))
         with pytest.raises((EOFError, ConnectionError)):
             wire.receive()
         wire.close()

@@ -20,6 +20,7 @@ from holdfast.engine.ranks.nodes.link import NodeLink, NodeRank
 from holdfast.engine.ranks.nodes.messages import NodeReport
 from holdfast.engine.ranks.nodes.wire import Wire
 from holdfast.errors import ConfigurationError, HoldfastError
+from holdfast.execution.parallel.sockets.proof import proof
 from holdfast.records import Failure
 
 pytestmark = pytest.mark.usefixtures("forked_starts")
@@ -121,9 +122,9 @@ def test_why_a_node_cannot_join(head: NodeHub) -> None:
     wire.send(messages.encode(messages.NodeHello(nonce)))
     challenge = messages.decode_from_head(wire.receive())
     assert isinstance(challenge, messages.Challenge)
-    proof = secret.proof(secret.derive_key(SECRET), secret.AGENT, nonce, challenge.nonce)
+    shown = proof(secret.derive_key(SECRET), secret.AGENT, nonce, challenge.nonce)
     why = Failure.of(ConfigurationError(HOSTILE, needed=HOSTILE, found=HOSTILE, fix=HOSTILE))
-    wire.send(messages.encode(messages.CannotJoin(proof, 1, HOSTILE, why)))
+    wire.send(messages.encode(messages.CannotJoin(shown, 1, HOSTILE, why)))
     with pytest.raises(ConfigurationError) as ended:
         head.await_nodes(SOON_S, lambda done, total: None)
     wire.close()

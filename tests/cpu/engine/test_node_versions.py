@@ -23,6 +23,7 @@ from holdfast.engine.ranks.nodes.report import refuse_unequal, report_of, source
 from holdfast.engine.ranks.nodes.wire import Wire
 from holdfast.engine.startup.build import find_model
 from holdfast.errors import ConfigurationError, EngineError
+from holdfast.execution.parallel.sockets.proof import proof
 
 pytestmark = pytest.mark.usefixtures("forked_starts")
 
@@ -131,5 +132,5 @@ def test_other_files_of_the_same_version_are_refused(tiny_model) -> None:
 
 def test_proofs_are_those_that_every_version_makes() -> None:
     """Another would refuse the secret before it could say what is wrong."""
-    made = secret.proof(secret.derive_key("a secret of tests"), secret.AGENT, b"a" * 32, b"b" * 32)
+    made = proof(secret.derive_key("a secret of tests"), secret.AGENT, b"a" * 32, b"b" * 32)
     assert made.hex() == "6039e56de0af23c8257b7dc411d2129b490d55a7640b6ca84eaa46dff1e392d3"

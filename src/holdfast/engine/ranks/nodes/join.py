@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hmac
 import logging
 import os
 import platform
@@ -21,6 +20,8 @@ from holdfast.engine.ranks.nodes.hub import HANDSHAKE_S, NODES_MISSING, SAID_EVE
 from holdfast.engine.ranks.nodes.report import other_protocol, own_version
 from holdfast.engine.ranks.nodes.wire import MOST_BEFORE_PROOF, Wire
 from holdfast.errors import EngineError, HoldfastError
+from holdfast.execution.parallel.sockets.listen import OPEN_PORTS
+from holdfast.execution.parallel.sockets.proof import proof, proves
 from holdfast.records import Failure
 from holdfast.units import format_duration
 
@@ -84,7 +85,7 @@ def join_head(config: EngineConfig, report: Report) -> Wire:
                     code=NODES_MISSING,
                     needed=f"the head within {format_duration(config.node_timeout)}",
                     fix="start the head (--node-rank 0) with the same --master-addr and --master-port, and let this"
-                    " machine through to that port",
+                    f" machine through to that port; for what ranks say to one another, {OPEN_PORTS}",
                 ) from error
         time.sleep(TRY_EVERY_S)
 
@@ -127,21 +128,20 @@ def _introduce(config: EngineConfig, key: bytes, wire: Wire, reported: messages.
     challenge = messages.decode_from_head(wire.receive(MOST_BEFORE_PROOF))
     if not isinstance(challenge, messages.Challenge):
         raise OSError("what answers there is no head")
-    expected = secret.proof(key, secret.HEAD, nonce, challenge.nonce)
-    if not hmac.compare_digest(challenge.proof, expected):
+    if not proves(challenge.proof, key, secret.HEAD, nonce, challenge.nonce):
         wire.send(messages.encode(messages.OtherSecret()))
         raise other_secret()
-    proof = secret.proof(key, secret.AGENT, nonce, challenge.nonce)
+    shown = proof(key, secret.AGENT, nonce, challenge.nonce)
     wire.wait_at_most(JOINED_S)
     if challenge.protocol != messages.PROTOCOL:
         versions = own_version(), challenge.version
         reported = Failure.of(other_protocol(*versions, messages.PROTOCOL, challenge.protocol))
     if isinstance(reported, Failure):
         name = platform.node()[:255]
-        wire.send(messages.encode(messages.CannotJoin(proof, config.node_rank, name, reported)))
+        wire.send(messages.encode(messages.CannotJoin(shown, config.node_rank, name, reported)))
     else:
         said = msgspec.structs.replace(reported, host=config.node_addr or wire.own_host)
-        wire.send(messages.encode(messages.Join(proof, said)))
+        wire.send(messages.encode(messages.Join(shown, said)))
     answer = messages.decode_from_head(wire.receive(MOST_BEFORE_PROOF))
     if isinstance(answer, messages.Refused):
         raise answer.failure.error()

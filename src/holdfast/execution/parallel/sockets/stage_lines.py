@@ -10,12 +10,10 @@ Each block has its number and its size before it: where two ranks do not do the 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import select
 import socket
 import struct
 import threading
-import time
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -23,21 +21,10 @@ import torch.distributed
 
 from holdfast.errors import EngineDiedError, EngineError
 from holdfast.execution.parallel.segment import LOOK_NS, Watch
-from holdfast.execution.parallel.sockets.listen import listen_at
+from holdfast.execution.parallel.sockets.rank_calls import connect_ranks
 
 LOOK_S = LOOK_NS / 1e9
-JOIN_S = 60.0
-"""For ranks to find one another."""
-CONNECT_S = 5.0
-"""For one attempt to reach another."""
-SAID_S = 2.0
-"""For whoever has connected to say who they are."""
-MOST_CALLERS = 32
-"""That have not yet said it; the first of more is hung up on."""
-ASK_S = 0.02
-KEY_BYTES = 32
 HEAD = struct.Struct("<QQ")
-WHO = struct.Struct("<I")
 
 
 class LineOut:
@@ -166,121 +153,3 @@ def open_lines(
         {other: LineIn(line, f"rank {other}", watch) for other, line in incoming.items()},
         {other: LineOut(line, f"rank {other}", watch) for other, line in outgoing.items()},
     )
-
-
-def connect_ranks(
-    store: torch.distributed.Store,
-    rank: int,
-    sources: Sequence[int],
-    targets: Sequence[int],
-    *,
-    host: str,
-    key: bytes,
-    watch: Watch,
-) -> tuple[dict[int, socket.socket], dict[int, socket.socket]]:
-    """From `sources` and to `targets`. `store`: where ranks find one another. `host`: of this rank for others. `key`:
-    that all ranks of this start have, and nobody else. Waits until all of them are there, or `watch` raises."""
-    listener = listen_at(host) if sources else None
-    if listener is not None:
-        port = listener.getsockname()[1]
-        store.set(f"line/{rank}", f"{host} {port}")
-    outgoing = {target: _connect(store, rank, target, key, watch) for target in targets}
-    return {} if listener is None else _accept(listener, rank, sources, key, watch), outgoing
-
-
-def _connect(store: torch.distributed.Store, rank: int, target: int, key: bytes, watch: Watch) -> socket.socket:
-    until_s = time.monotonic() + JOIN_S
-    try:
-        host, _, port = _address(store, target, until_s, watch).partition(" ")
-        while True:
-            try:
-                line = socket.create_connection((host, int(port)), CONNECT_S)
-                break
-            except TimeoutError:
-                if time.monotonic() > until_s:
-                    raise
-            watch(0.0)  # How long this may take is known here.
-        line.settimeout(JOIN_S)
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        line.sendall(key + WHO.pack(rank))
-        line.settimeout(None)
-    except (RuntimeError, ValueError, OSError) as error:
-        raise EngineError(f"rank {rank} cannot reach rank {target}: {error}") from error
-    return line
-
-
-def _address(store: torch.distributed.Store, target: int, until_s: float, watch: Watch) -> str:
-    name = f"line/{target}"
-    while not store.check([name]):
-        if time.monotonic() > until_s:
-            raise TimeoutError(f"it has not said within {JOIN_S:g} s where it is")
-        watch(0.0)
-        time.sleep(ASK_S)
-    return str(store.get(name).decode())
-
-
-def _accept(
-    listener: socket.socket, rank: int, sources: Sequence[int], key: bytes, watch: Watch
-) -> dict[int, socket.socket]:
-    """From each of these. Whoever calls and says nothing, or goes on calling, delays neither them nor the end of the
-    time."""
-    found, callers, until_s = dict[int, socket.socket](), list[_Caller](), time.monotonic() + JOIN_S
-    listener.setblocking(False)
-    try:
-        while missing := [other for other in sources if other not in found]:
-            watch(0.0)  # How long this may take is known here.
-            if time.monotonic() > until_s:
-                names = ", ".join(f"rank {other}" for other in missing)
-                raise EngineError(f"rank {rank} has not been reached by {names}", needed=f"within {JOIN_S:g} s")
-            _await_any([listener, *(caller.line for caller in callers)])
-            with contextlib.suppress(BlockingIOError, ConnectionAbortedError):
-                callers.append(_Caller(listener.accept()[0]))
-            for caller in [one for one in callers if one.is_done()]:
-                callers.remove(caller)
-                who = caller.who(key)
-                if who in missing and who not in found:
-                    found[who] = caller.line
-                else:
-                    caller.line.close()
-            if len(callers) > MOST_CALLERS:
-                callers.pop(0).line.close()
-    finally:
-        for one in (listener, *(caller.line for caller in callers)):
-            one.close()
-    for line in found.values():
-        line.setblocking(True)
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return found
-
-
-def _await_any(lines: Sequence[socket.socket]) -> None:
-    comes = select.poll()
-    for line in lines:
-        comes.register(line, select.POLLIN)
-    comes.poll(LOOK_S * 1000)
-
-
-class _Caller:
-    """Somebody who has yet to say who they are."""
-
-    def __init__(self, line: socket.socket) -> None:
-        self.line, self._said, self._until_s = line, b"", time.monotonic() + SAID_S
-        line.setblocking(False)
-
-    def is_done(self) -> bool:
-        """Whether all is said, or nothing more is waited for."""
-        missing = KEY_BYTES + WHO.size - len(self._said)
-        try:
-            more = self.line.recv(missing)
-        except BlockingIOError:
-            return time.monotonic() > self._until_s
-        except OSError:
-            return True
-        self._said += more
-        return len(more) in (0, missing)
-
-    def who(self, key: bytes) -> int | None:
-        """None: it is nobody of ours."""
-        if len(self._said) < KEY_BYTES + WHO.size or not hmac.compare_digest(self._said[:KEY_BYTES], key):
-            return None
-        return int(WHO.unpack(self._said[KEY_BYTES:])[0])
