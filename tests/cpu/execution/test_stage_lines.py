@@ -7,6 +7,7 @@ import resource
 import socket
 import threading
 import time
+import tracemalloc
 
 import pytest
 import torch
@@ -91,3 +92,25 @@ def test_a_block_that_is_empty_is_not_taken_where_numbers_are_expected() -> None
     with ours, theirs, pytest.raises(EngineError, match="rank 6 has sent something else") as told:
         LineIn(theirs, "rank 6", watch).take_some(torch.zeros(8, dtype=torch.uint8))
     assert told.value.found == "block 1 of 0 bytes"
+
+
+def test_numbers_that_are_sent_are_held_once() -> None:
+    """Which the plan counts (exchange); and in the same place each time."""
+    (out, into), numbers, found = lines(), torch.ones(2 << 20), torch.zeros(2 << 20)
+    out.put(numbers)
+    into.take(found)
+    tracemalloc.start()
+    try:
+        for step in range(3):
+            out.put(numbers.fill_(step))
+            into.take(found)
+            assert (found == step).all()
+        again = tracemalloc.get_traced_memory()[1]
+        out.put(torch.zeros(4 << 20))
+        larger = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+        out.close()
+        into.close()
+    assert again < 1 << 20
+    assert larger < (16 << 20) + (1 << 20)

@@ -1,8 +1,9 @@
 """Sockets between ranks of different machines, by which a stage hands its numbers on: one for each pair, in one
 direction. Knows neither layers nor plans.
 
-    sender      copies its numbers; a thread sends them while it goes on, and it waits only where the last are not sent
-    receiver    reads them when it comes to that step
+    sender      copies its numbers to one place; a thread sends them from there while it goes on, and it waits only
+                where the last are not sent
+    receiver    reads them where they belong when it comes to that step
 
 Each block has its number and its size before it: where two ranks do not do the same, that is said and not computed.
 """
@@ -27,28 +28,44 @@ LOOK_S = LOOK_NS / 1e9
 HEAD = struct.Struct("<QQ")
 
 
+def send_block(line: socket.socket, number: int, body: memoryview) -> None:
+    """Returns when the system has all of it: the place may be filled anew."""
+    parts = [memoryview(HEAD.pack(number, len(body))), body]
+    while parts:
+        sent = line.sendmsg(parts)
+        while parts and sent >= len(parts[0]):
+            sent -= len(parts.pop(0))
+        if parts:
+            parts[0] = parts[0][sent:]
+
+
 class LineOut:
     """To another rank. `watch`: called while it is awaited."""
 
     def __init__(self, line: socket.socket, name: str, watch: Watch) -> None:
         self._line, self._name, self._watch, self._count = line, name, watch, 0
-        self._pending, self._failed = b"", ""
+        self._copy, self._pending, self._failed = bytearray(), None, ""
         self._turn = threading.Condition()
         threading.Thread(target=self._send, name=f"to-{name}", daemon=True).start()
 
+    _pending: int | None
+    """Bytes of the copy that are not sent yet."""
+
     def put(self, numbers: torch.Tensor) -> None:
-        """Once the last were sent. Contiguous."""
+        """Once the last were sent. Contiguous. The copy takes as much as the most of them, and stays."""
         waited_s = 0.0
         with self._turn:
-            while self._pending and not self._failed:
+            while self._pending is not None and not self._failed:
                 if not self._turn.wait(LOOK_S):
                     waited_s += LOOK_S
                     self._watch(waited_s)
             if self._failed:
                 raise EngineDiedError(f"the connection to {self._name} is lost: {self._failed}")
-            self._count += 1
-            body = _bytes_of(numbers).tobytes()
-            self._pending = HEAD.pack(self._count, len(body)) + body
+            body, self._count = bytes_of(numbers), self._count + 1
+            if len(body) > len(self._copy):
+                self._copy = bytearray(len(body))
+            memoryview(self._copy)[: len(body)] = body
+            self._pending = len(body)
             self._turn.notify_all()
 
     def close(self) -> None:
@@ -56,23 +73,23 @@ class LineOut:
         with self._turn:
             self._failed = self._failed or "it was closed here"
             self._turn.notify_all()
-        _close(self._line)
+        hang_up(self._line)
 
     def _send(self) -> None:
         while True:
             with self._turn:
-                while not self._pending and not self._failed:
+                while self._pending is None and not self._failed:
                     self._turn.wait()
                 if self._failed:
                     return
-                pending = self._pending
+                number, nbytes = self._count, self._pending
             try:
-                self._line.sendall(pending)
+                send_block(self._line, number, memoryview(self._copy)[:nbytes])
                 failed = ""
             except OSError as error:
                 failed = str(error)
             with self._turn:
-                self._pending, self._failed = b"", self._failed or failed
+                self._pending, self._failed = None, self._failed or failed
                 self._turn.notify_all()
             if failed:
                 return
@@ -87,16 +104,16 @@ class LineIn:
         self._comes.register(line, select.POLLIN)
 
     def close(self) -> None:
-        _close(self._line)
+        hang_up(self._line)
 
     def take(self, out: torch.Tensor) -> None:
         """The next numbers, however long that takes. Contiguous."""
         self._expect(out.nbytes, out.nbytes)
-        self._read(_bytes_of(out))
+        self._read(bytes_of(out))
 
     def take_some(self, place: torch.Tensor) -> None:
         """The next numbers, as many as they are: to the beginning of this place (uint8)."""
-        self._read(_bytes_of(place)[: self._expect(1, place.nbytes)])
+        self._read(bytes_of(place)[: self._expect(1, place.nbytes)])
 
     def _expect(self, least: int, most: int) -> int:
         """Bytes of the next block."""
@@ -127,13 +144,13 @@ class LineIn:
             done, waited_s = done + got, 0.0
 
 
-def _close(line: socket.socket) -> None:
+def hang_up(line: socket.socket) -> None:
     with contextlib.suppress(OSError):
         line.shutdown(socket.SHUT_RDWR)
     line.close()
 
 
-def _bytes_of(numbers: torch.Tensor) -> memoryview:
+def bytes_of(numbers: torch.Tensor) -> memoryview:
     return numbers.view(-1).view(torch.uint8).numpy().data
 
 
