@@ -35,8 +35,8 @@ from holdfast.execution.parallel.gpu.together import (
 from holdfast.execution.parallel.rank_link import Meeting
 from holdfast.execution.parallel.segment import Watch
 from holdfast.execution.parallel.sockets.gloo import Store
+from holdfast.execution.parallel.sockets.rank_calls import connect_ranks
 from holdfast.execution.parallel.sockets.spread import Spread
-from holdfast.execution.parallel.sockets.stage_lines import connect_ranks
 from holdfast.execution.weights.load import load_weights
 from holdfast.footprint.gpu import exchange_memory_bytes, line_memory_bytes
 from holdfast.hardware.nvidia import probe
@@ -142,33 +142,45 @@ class OpenedGpu:
             assert memory is not None, "ranks of a stage are on one node"
             collectives = ExchangeCollectives(memory, peers, place, engine.slot_bytes, limit_s=START_LIMIT_S)
         sender, receiver = rank_before(self.rank, count, each), rank_behind(self.rank, count, each)
-        node_lines = {} if meeting is None else self._node_lines(meeting, sender, receiver, watch)
-        lines = ExchangeLines(
-            self.device,
-            memory,
-            self._places,
-            self.rank,
-            self._exchange_bytes(),
-            None if sender is None else LineTo(sender, self._line_slot(sender), node_lines.get("in")),
-            None if receiver is None else LineTo(receiver, self._line_slot(self.rank), node_lines.get("out")),
-            limit_s=START_LIMIT_S,
-        )
+        with contextlib.ExitStack() as unless_joined:
+            ends = {} if meeting is None else self._node_lines(meeting, sender, receiver, watch, unless_joined)
+            lines = ExchangeLines(
+                self.device,
+                memory,
+                self._places,
+                self.rank,
+                self._exchange_bytes(),
+                None if sender is None else LineTo(sender, self._line_slot(sender), ends.get("in")),
+                None if receiver is None else LineTo(receiver, self._line_slot(self.rank), ends.get("out")),
+                limit_s=START_LIMIT_S,
+            )
+            unless_joined.pop_all()
         return JoinedGpus(collectives, GpuStage(self.rank, count, each, lines))
 
     def _node_lines(
-        self, meeting: Meeting, sender: int | None, receiver: int | None, watch: Watch
+        self,
+        meeting: Meeting,
+        sender: int | None,
+        receiver: int | None,
+        watch: Watch,
+        unless_joined: contextlib.ExitStack,
     ) -> dict[str, NodeLine]:
-        """To ranks of other nodes: `in` from the one before, `out` to the one behind."""
+        """To ranks of other nodes: `in` from the one before, `out` to the one behind. `unless_joined`: what is to be
+        closed where joining fails."""
         sources = [sender] if sender is not None and sender not in self._node else []
         targets = [receiver] if receiver is not None and receiver not in self._node else []
         incoming, outgoing = connect_ranks(
             meeting.store, self.rank, sources, targets, host=meeting.host, key=meeting.key, watch=watch
         )
-        found = dict[str, NodeLine]()
+        for line in (*incoming.values(), *outgoing.values()):
+            unless_joined.callback(line.close)
+        found, device = dict[str, NodeLine](), self.device
         for rank, line in incoming.items():
-            found["in"] = NodeLineIn(pinned_line(self._line_slot(rank)), line, rank)
+            found["in"] = NodeLineIn(pinned_line(self._line_slot(rank), device), device, line, rank)
+            unless_joined.callback(found["in"].close)
         for rank, line in outgoing.items():
-            found["out"] = NodeLineOut(pinned_line(self._line_slot(self.rank)), line, rank)
+            found["out"] = NodeLineOut(pinned_line(self._line_slot(self.rank), device), device, line, rank)
+            unless_joined.callback(found["out"].close)
         return found
 
     def _join_all(self, store: Store | None, against: str, limit_s: float) -> GpuCollectives:
