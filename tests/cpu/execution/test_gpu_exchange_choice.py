@@ -167,6 +167,18 @@ def test_where_there_is_nothing_the_reason_is_said(
     assert caught.value.found == "NCCL_P2P_DISABLE is set"
 
 
+def test_on_several_nodes_it_is_the_gpus_of_one_that_have_no_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stages hand on to other nodes goes by sockets, and a stage cannot be on several: another number of stages
+    alone would not help."""
+    own = opened(monkeypatch, nccl=True, peers=False, stages=2)
+    own._spread = Spread(4, 2, 2)
+    with pytest.raises(EngineError, match="GPUs of one node exchange numbers over CUDA IPC alone") as caught:
+        own.join(None, "on node 1: GPU 0 (GPU-c) has no peer access to GPU 2", 1.0, lambda waited_s: None)
+    assert caught.value.needed == "peer access among the 2 GPUs of each node"
+    assert caught.value.found == "on node 1: GPU 0 (GPU-c) has no peer access to GPU 2"
+    assert caught.value.fix == "one GPU of each node (-tp 1 -pp 2), or more nodes with one each; or --device cpu"
+
+
 def test_what_was_opened_to_other_nodes_is_closed_where_ranks_are_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a program that goes on: a line has a thread, a socket and pinned memory."""
     ours, theirs = socket.socketpair()

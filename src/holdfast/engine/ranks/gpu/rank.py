@@ -70,6 +70,8 @@ class OpenedGpu:
         self.against = ""
         if len(beside_it) > 1:  # On a node of its own a rank maps nobody's memory.
             self.against = against_exchange(beside_it, disabled=config.disable_custom_all_reduce)
+            if self.against and self._spread.nodes > 1:
+                self.against = f"on node {self._spread.node_of(rank)}: {self.against}"
         if not self.against and len(beside_it) > 1:
             try:
                 self._peers = PeerMemory(self._exchange_bytes() + self._lines_bytes(), self.device)
@@ -130,11 +132,7 @@ class OpenedGpu:
         engine = self._plan.engine
         count, each, memory = len(engine.stages), max(1, len(engine.shards)), self._peers
         if against:
-            raise EngineError(
-                "stages on GPUs hand on over CUDA IPC alone, which cannot be had",
-                found=against,
-                fix="--tensor-parallel-size in place of --pipeline-parallel-size, or --device cpu",
-            )
+            raise _no_exchange(against, self._spread)
         collectives = None
         if each > 1:
             index, place = divmod(self.rank, each)
@@ -200,6 +198,23 @@ class OpenedGpu:
             raise EngineError("this torch has no NCCL", found=against, fix="pip install --force-reinstall torch")
         large = NcclCollectives(store, self.rank, len(self._uuids), self.device, limit_s=limit_s)
         return large if small is None else SmallAndLarge(small, large, self._plan.engine.slot_bytes)
+
+
+def _no_exchange(against: str, spread: Spread) -> EngineError:
+    """Of stages. `against`: why GPUs do not map one another's memory."""
+    if spread.nodes == 1:
+        return EngineError(
+            "stages on GPUs hand on over CUDA IPC alone, which cannot be had",
+            found=against,
+            fix="--tensor-parallel-size in place of --pipeline-parallel-size, or --device cpu",
+        )
+    # Between nodes it is sockets; on each it is sums of a stage, or what stages of the same node hand on.
+    return EngineError(
+        "GPUs of one node exchange numbers over CUDA IPC alone, which cannot be had",
+        needed=f"peer access among the {spread.each} GPUs of each node",
+        found=against,
+        fix=f"one GPU of each node (-tp 1 -pp {spread.nodes}), or more nodes with one each; or --device cpu",
+    )
 
 
 @dataclass(slots=True)
