@@ -1,5 +1,5 @@
-/* Waiting for words by itself, compiled and run by test_rank_words.py: prints one line for each promise that it keeps, and
- * ends with 1 at the first that it does not. What is learned is nobody else's to see. */
+/* Waiting for words by itself, compiled and run by test_rank_words.py: prints one line for each promise that it keeps,
+ * and ends with 1 at the first that it does not. What is learned is nobody else's to see. */
 #include "rank_words.c"
 
 #include <stdio.h>
@@ -14,11 +14,15 @@ static void promise(int kept, const char *what) {
 
 int main(void) {
     rank_word word = {0}, alarm = {0};
-    promise(await_word(&word, 1, &alarm, 0, 1 << 20, PATIENCE_NS) == RANK_LATE && spin_now == FIRST_SPIN_NS / 2, "learns");
+    enum rank_outcome found = await_word(&word, 1, &alarm, 0, 1 << 20, PATIENCE_NS);
+    promise(found == RANK_LATE && spin_now == FIRST_SPIN_NS / 2, "learns");
     atomic_store(&spin_now, FIRST_SPIN_NS);
-    promise(await_word(&word, 1, &alarm, 0, 0, PATIENCE_NS) == RANK_LATE && spin_now == FIRST_SPIN_NS, "slept");
-    promise(await_word(&word, 1, &alarm, 0, 0, 0) == RANK_LATE && spin_now == FIRST_SPIN_NS, "looked");
+    found = await_word(&word, 1, &alarm, 0, 0, PATIENCE_NS);
+    promise(found == RANK_LATE && spin_now == FIRST_SPIN_NS, "slept");
+    found = await_word(&word, 1, &alarm, 0, 0, 0);
+    promise(found == RANK_LATE && spin_now == FIRST_SPIN_NS, "looked");
     post_word(&word, 1);
-    promise(await_word(&word, 1, &alarm, 0, 0, 0) == RANK_REACHED && spin_now == FIRST_SPIN_NS, "reached");
+    found = await_word(&word, 1, &alarm, 0, 0, 0);
+    promise(found == RANK_REACHED && spin_now == FIRST_SPIN_NS, "reached");
     return 0;
 }
