@@ -6,11 +6,13 @@ What rank 0 says of such a death is in tests/cpu/engine/test_nodes.py, which is 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
+from deadlines import PATIENCE_S
 from free_ports import free_port
 from node_processes import SECRET, Node, node_flags
 from story_streams import STREAMS, all_streams
@@ -88,3 +90,34 @@ async def test_streams_outlive_ranks_of_nodes(
         assert not [one for one in last if one.is_running()]
     finally:
         cluster.other.lose()
+
+
+@pytest.mark.long
+async def test_streams_outlive_a_restart_that_fails_because_a_node_is_gone_for_long(
+    start_server, tiny_arguments, tmp_path: Path
+) -> None:
+    """The node that is well is needed for the next try, and joins that."""
+    layers = ["--hf-overrides", '{"num_hidden_layers": 3}']
+    arguments = [*tiny_arguments, *layers, *node_flags((1, 3), 3, free_port())]
+    well, other = Node(tmp_path, 1, *arguments), Node(tmp_path, 2, *arguments)
+    try:
+        secret = {"HOLDFAST_NODE_SECRET": SECRET}
+        head = start_server(*arguments, "--node-timeout", "5", environment=secret).wait_ready()
+        undisturbed, begun = await all_streams(head.url), asyncio.Semaphore(0)
+        answers = asyncio.create_task(all_streams(head.url, begun))
+        for _ in range(STREAMS // 4):
+            await begun.acquire()
+        other.lose()
+        until_s = time.monotonic() + PATIENCE_S
+        while "node 2 (rank 2) has not joined" not in head.log:
+            assert time.monotonic() < until_s, head.log
+            await asyncio.sleep(0.1)
+        other = Node(tmp_path, 2, *arguments)
+        assert await answers == undisturbed
+        assert well.process.poll() is None
+        assert "the head has not started again: node 2 (rank 2) has not joined" in well.log
+        assert head.stop() == 0
+        assert (well.wait(), other.wait()) == (0, 0)
+    finally:
+        well.lose()
+        other.lose()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,9 +25,10 @@ from holdfast.checkpoints import match, open_checkpoint
 from holdfast.config import EngineConfig
 from holdfast.config.unsupported import RANK_GPUS
 from holdfast.engine.core.loop import EngineCore
+from holdfast.engine.ranks.gpu import together
 from holdfast.engine.startup.build import _build_on_gpu, find_model
 from holdfast.engine.startup.engine_info import EngineInfo
-from holdfast.errors import EngineDiedError
+from holdfast.errors import EngineDiedError, EngineError
 from holdfast.planner.serve.gpu_plan import make_gpu_plan
 from holdfast.records import SamplingParams
 
@@ -131,5 +133,25 @@ def test_what_is_killed_of_the_other_node_is_named_and_the_next_engine_says_the_
         [again] = other.ranks()
         assert again.pid != rank.pid
         assert info.memory.ranks[1].pid == again.pid
+        [outputs] = run(core, [prompt(1, 5)], [GREEDY])
+        tiny.assert_greedy(prompt(1, 5), tokens_of(outputs))
+
+
+@pytest.mark.long
+def test_a_start_that_fails_after_nodes_have_met_leaves_nothing_open(tmp_path: Path) -> None:
+    """In a program that goes on, as one that has asked for an `LLM` does; its nodes find the next engine."""
+
+    def fail(*_: object) -> None:
+        raise EngineError("this rank is not to be measured")
+
+    with two_nodes(tmp_path, (1, 2)) as (tiny, start, join):
+        join()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(together, "profile_gpu_rank", fail)
+            with pytest.raises(EngineError, match="not to be measured"):
+                start()
+        assert not [one for one in threading.enumerate() if one.name.startswith("line-")]
+        core, _ = start()
+        assert len([one for one in threading.enumerate() if one.name.startswith("line-")]) == 2
         [outputs] = run(core, [prompt(1, 5)], [GREEDY])
         tiny.assert_greedy(prompt(1, 5), tokens_of(outputs))

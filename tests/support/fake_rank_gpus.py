@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from node_line_ends import LineEnd
+from simulated_copies import unpinned_memory
 
 from holdfast.errors import EngineError
 from holdfast.execution.parallel.gpu.lines import LineTo
@@ -232,7 +233,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(rank, "PeerMemory", SharedPeerMemory)
     patch.setattr(rank, "ExchangeCollectives", SharedExchange)
     patch.setattr(rank, "ExchangeLines", LinesBetweenNodes if NODES in os.environ else SharedLines)
-    patch.setattr(rank, "pinned_line", lambda size: torch.zeros(line_memory_bytes(size), dtype=torch.uint8))
+    patch.setattr(rank, "pinned_line", lambda size, device: unpinned_memory([line_memory_bytes(size)]))
     patch.setattr(accounting, "process_bytes", lambda uuid, pid: GIB)
     for name, answer in (("mem_get_info", (FREE_BYTES, TOTAL_BYTES)), ("synchronize", None), ("empty_cache", None),
                          ("reset_peak_memory_stats", None), ("memory_allocated", 0),

@@ -19,7 +19,7 @@ class LineEnd:
 
     def __init__(self, line: NodeLine, look: Callable[[float], None]) -> None:
         self._line, self._look, self._turn = line, look, 0
-        whole = line._memory
+        whole = line._whole
         self._words = whole[:LINE_WORDS_BYTES].view(torch.int32)
         self._slots = whole[LINE_WORDS_BYTES:].view(2, -1)
 

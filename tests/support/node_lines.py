@@ -54,7 +54,7 @@ def node_lines(head: str, why: OSError) -> NodeLines:
             master_addr=head, master_port=PORT, node_timeout=WAITED_S,
         )  # fmt: skip
         with _written() as seeks, pytest.raises(EngineError) as no_head:
-            join.join_head(config, lambda host: REPORT)
+            join.join_head(config, lambda: REPORT)
         opened = hub.NodeHub(head, PORT, "a secret of tests", REPORT, 1, 2)
         with _written() as waits, pytest.raises(EngineError) as no_node:
             opened.await_nodes(2 * WAITED_S, lambda done, total: None)

@@ -87,8 +87,11 @@ class Harbour:
     def __init__(self) -> None:
         self.children: list[PretendedChild] = []
         self.next_starts: list[Exception | str | None] = []
+        self.asked: list[tuple[object, ...]] = []
+        """What each was spawned with."""
 
-    async def spawn(self, *_: object) -> PretendedChild:
+    async def spawn(self, *asked: object) -> PretendedChild:
+        self.asked.append(asked)
         trouble = self.next_starts.pop(0) if self.next_starts else None
         child = PretendedChild()
         self.children.append(child)

@@ -19,7 +19,8 @@ from holdfast.engine.ranks.nodes.join import join_head
 from holdfast.engine.ranks.nodes.messages import NodeReport
 from holdfast.errors import ConfigurationError, EngineError
 from holdfast.execution.parallel.sockets.gloo import GlooCollectives, open_store
-from holdfast.execution.parallel.sockets.stage_lines import KEY_BYTES, open_lines
+from holdfast.execution.parallel.sockets.proof import KEY_BYTES
+from holdfast.execution.parallel.sockets.stage_lines import open_lines
 
 pytestmark = pytest.mark.usefixtures("forked_starts")
 
@@ -50,7 +51,7 @@ def test_nodes_join_over_ipv6(written: str) -> None:
 
     hub = NodeHub(settings().master_addr, 0, SECRET, REPORT, 1, 2)
     config = settings(node_addr=written, node_rank=1, master_port=hub.port, node_timeout=SOON_S)
-    wire = join_head(config, lambda host: msgspec.structs.replace(REPORT, node=1, host=host))
+    wire = join_head(config, lambda: msgspec.structs.replace(REPORT, node=1))
     hub.await_nodes(SOON_S, lambda done, total: None)
     assert hub.reports[1].host == "::1"
     wire.close()
@@ -146,5 +147,5 @@ def test_who_waits_says_at_once_for_whom_and_where(caplog) -> None:
         master_port=port, node_timeout=1.0,
     )  # fmt: skip
     with pytest.raises(EngineError, match=r"has not reached the head at localhost \(.*1\) port"):
-        join_head(config, lambda host: REPORT)
+        join_head(config, lambda: REPORT)
     assert caplog.messages[-1].startswith("looking for the head at localhost (")

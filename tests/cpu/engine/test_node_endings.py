@@ -3,6 +3,8 @@ a start that fails is left open. No rank is started here."""
 
 from __future__ import annotations
 
+import contextlib
+import re
 import socket
 import threading
 import time
@@ -25,6 +27,7 @@ from holdfast.engine.ranks.nodes.agent import NodeAgent
 from holdfast.engine.ranks.nodes.hub import NodeHub
 from holdfast.engine.ranks.nodes.join import join_head, tell_cannot_join
 from holdfast.engine.ranks.nodes.messages import NodeReport
+from holdfast.engine.ranks.nodes.open import join_nodes
 from holdfast.engine.ranks.nodes.report import report_of
 from holdfast.engine.ranks.nodes.wire import Wire
 from holdfast.engine.ranks.together import load_ranks
@@ -63,7 +66,7 @@ def joined(nodes: int = 2) -> Iterator[tuple[NodeHub, list[Wire]]]:
         for node in range(1, nodes):
             report = msgspec.structs.replace(own, node=node)
             config = settings(hub.port, nodes, node_rank=node)
-            wires.append(join_head(config, lambda host, report=report: report))
+            wires.append(join_head(config, lambda report=report: report))
         hub.await_nodes(SOON_S, lambda done, total: None)
         yield hub, wires
     finally:
@@ -215,3 +218,59 @@ def test_a_node_ends_with_what_its_head_could_not_find(tiny_model) -> None:
     hub.close(again=False, failure=Failure.of(ModelNotFoundError("no such model")))
     agent.join(SOON_S)
     assert [type(error) for error in raised] == [ModelNotFoundError]
+
+
+def short_of_memory(report: NodeReport) -> NodeReport:
+    return msgspec.structs.replace(report, free_bytes=1 << 20)
+
+
+@pytest.mark.parametrize("again", [True, False], ids=["a restart", "the first start"])
+@pytest.mark.parametrize(
+    ("trouble", "said"),
+    [
+        (None, r"node 3 \(rank 3\) has not joined"),
+        (ConfigurationError("its GPU is gone"), r"node 3 \(.*\): its GPU is gone"),
+        (short_of_memory, r"node 3 \(.*\) cannot hold rank 3"),
+    ],
+    ids=["is missing", "cannot join", "has no room"],
+)
+def test_where_one_node_keeps_an_engine_from_starting_the_others_hear_what_becomes_of_them(
+    tiny_model, trouble: object, said: str, again: bool
+) -> None:
+    """Of an engine that had served another start follows, which needs them; of one that had not, they go home."""
+    port, heard, threads = free_port(), list[object](), list[threading.Thread]()
+    both_joined = threading.Barrier(3)
+    given = {"model": str(tiny_model), "load_format": "dummy", "ram": 2 << 30}
+    config = settings(port, 4, node_rank=0, node_timeout=4.0, **given)
+    model = find_model(config, text=False)
+    plan = plan_model(config, model)
+
+    def follow(node: int) -> None:
+        own = settings(port, 4, node_rank=node, **given)
+        report = report_of(own, model.files)
+        if node < 3:
+            wire = join_head(own, lambda: report)
+            both_joined.wait(SOON_S)
+            wire.wait_at_most(SOON_S)
+            heard.append(messages.decode_from_head(wire.receive()[1:]))
+            wire.close()
+            return
+        both_joined.wait(SOON_S)
+        with contextlib.suppress(ConfigurationError):
+            if isinstance(trouble, ConfigurationError):
+                tell_cannot_join(own, trouble)
+            elif trouble is not None:
+                wire = join_head(own, lambda: trouble(report))
+                wire.receive()
+                wire.close()
+
+    for node in (1, 2, 3):
+        threads.append(threading.Thread(target=follow, args=(node,), daemon=True))
+        threads[-1].start()
+    with pytest.raises((ConfigurationError, EngineError), match=said):
+        join_nodes(config, model.files, plan, lambda *at: None, again=again)
+    for thread in threads:
+        thread.join(SOON_S)
+    assert [one.again for one in heard] == [again] * 2
+    for one in heard:
+        assert re.match(said, one.failure.message)

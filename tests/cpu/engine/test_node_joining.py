@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import msgspec
@@ -23,6 +24,7 @@ from holdfast.engine.ranks.messages import StartRank
 from holdfast.engine.ranks.nodes import agent as agent_module
 from holdfast.engine.ranks.nodes import hub as hub_module
 from holdfast.engine.ranks.nodes import messages, secret
+from holdfast.engine.ranks.nodes import report as report_module
 from holdfast.engine.ranks.nodes.agent import NodeAgent
 from holdfast.engine.ranks.nodes.hub import NodeHub
 from holdfast.engine.ranks.nodes.join import join_head
@@ -34,6 +36,8 @@ from holdfast.engine.ranks.nodes.wire import Wire
 from holdfast.engine.startup.build import find_model
 from holdfast.errors import ConfigurationError, EngineError
 from holdfast.execution.parallel.segment import SegmentLayout
+from holdfast.execution.parallel.sockets.proof import proof
+from holdfast.hardware.nvidia import NvidiaMachine
 from holdfast.records import Failure
 
 pytestmark = pytest.mark.usefixtures("forked_starts")
@@ -78,7 +82,7 @@ def join(head: NodeHub, *, node: int = 1, secret: str = SECRET, **changed):
     config = settings(
         head.port, node_secret=secret, nnodes=nodes, tensor_parallel_size=nodes, node_rank=node, node_timeout=2.0
     )
-    return join_head(config, lambda host: msgspec.structs.replace(said, host=host))
+    return join_head(config, lambda: said)
 
 
 def test_a_node_with_the_secret_is_let_in_with_its_address() -> None:
@@ -88,6 +92,51 @@ def test_a_node_with_the_secret_is_let_in_with_its_address() -> None:
         assert [report.node for report in head.reports] == [0, 1]
         assert head.reports[1].host == "127.0.0.1"
         wire.close()
+
+
+def test_a_node_whose_driver_takes_its_time_is_let_in(monkeypatch) -> None:
+    """It is asked before the head is: that one lets no stranger be silent for long."""
+    monkeypatch.setattr(hub_module, "HANDSHAKE_S", 0.5)
+
+    def slow() -> NodeReport:
+        time.sleep(1.0)
+        return msgspec.structs.replace(REPORT, node=1)
+
+    with hub() as head:
+        wire = join_head(settings(head.port, node_timeout=2.0), slow)
+        head.await_nodes(SOON_S, lambda done, total: None)
+        wire.close()
+
+
+@pytest.fixture
+def without_gpus(monkeypatch) -> None:
+    """A machine whose driver knows none any more."""
+    monkeypatch.setattr(report_module, "probe", NvidiaMachine)
+
+
+@pytest.mark.usefixtures("without_gpus")
+def test_a_head_hears_of_a_node_whose_gpu_is_gone(tiny_model) -> None:
+    with hub() as head:
+        config = settings(head.port, device="cuda", model=str(tiny_model), load_format="dummy")
+        files = find_model(config, text=False).files
+        for ended in (
+            lambda: join_head(config, partial(report_of, config, files)),
+            lambda: head.await_nodes(SOON_S, lambda done, total: None),
+        ):
+            with pytest.raises(ConfigurationError, match=r"node 1 \(.*\): rank 0 of this node has no GPU") as told:
+                ended()
+            assert told.value.code == "HF133"
+
+
+@pytest.mark.usefixtures("without_gpus")
+def test_a_node_whose_gpu_is_gone_says_so_where_there_is_no_head(tiny_model, port: int, caplog) -> None:
+    """At once, and at last."""
+    config = settings(port, device="cuda", model=str(tiny_model), load_format="dummy", node_timeout=1.0)
+    files = find_model(config, text=False).files
+    with pytest.raises(ConfigurationError, match="rank 0 of this node has no GPU") as told:
+        join_head(config, partial(report_of, config, files))
+    assert told.value.code == "HF133"
+    assert len([one for one in caplog.messages if one.startswith("node 1 cannot join, which the head at")]) == 1
 
 
 def test_another_secret_is_refused_and_the_head_waits_on() -> None:
@@ -186,8 +235,8 @@ def test_nobody_is_let_in_by_a_head_that_has_ended() -> None:
         challenge = messages.decode_from_head(wire.receive())
         assert isinstance(challenge, messages.Challenge)
         head.close(again=True)
-        proof = secret.proof(secret.derive_key(SECRET), secret.AGENT, nonce, challenge.nonce)
-        wire.send(messages.encode(messages.Join(proof, msgspec.structs.replace(REPORT, node=1))))
+        shown = proof(secret.derive_key(SECRET), secret.AGENT, nonce, challenge.nonce)
+        wire.send(messages.encode(messages.Join(shown, msgspec.structs.replace(REPORT, node=1))))
         with pytest.raises((EOFError, ConnectionError)):
             wire.receive()
         wire.close()
@@ -256,7 +305,7 @@ def test_missing_nodes_are_named() -> None:
 def test_a_node_without_a_head_gives_up_in_time() -> None:
     port, began_s = free_port(), time.monotonic()
     with pytest.raises(EngineError, match=f"node 1 has not reached the head at 127.0.0.1 port {port}") as lost:
-        join_head(settings(port, node_timeout=1.0), lambda host: REPORT)
+        join_head(settings(port, node_timeout=1.0), lambda: REPORT)
     assert lost.value.code == "HF446"
     assert time.monotonic() - began_s < SOON_S
 
@@ -321,7 +370,7 @@ def test_a_head_without_the_secret_learns_nothing_of_a_node() -> None:
     thread = threading.Thread(target=pretend, daemon=True)
     thread.start()
     with listener, pytest.raises(ConfigurationError, match="different secrets"):
-        join_head(settings(listener.getsockname()[1]), lambda host: REPORT)
+        join_head(settings(listener.getsockname()[1]), lambda: REPORT)
     thread.join(SOON_S)
     assert heard == [messages.OtherSecret()]
 
@@ -338,8 +387,28 @@ def test_checkpoints_are_told_apart_by_size_and_header(tmp_path, tiny_model) -> 
     assert report_of(settings(0), files, "host").node == 1
 
 
-def with_weights(files, weights):
-    return replace(files, weights=(weights,))
+def with_weights(files, *weights):
+    return replace(files, weights=weights)
+
+
+def test_a_checkpoint_of_many_files_is_heard_and_compared(tmp_path, tiny_model) -> None:
+    """Before the secret is proven little is listened to: neighbours have one digest together."""
+    files = find_model(settings(0, model=str(tiny_model), load_format="dummy"), text=False).files
+    paths = [tmp_path / f"{number:05}-{'of a long name ' * 15}.safetensors" for number in range(1, 601)]
+    for path in paths:
+        path.write_bytes(b"a")
+    ours = checkpoint_digests(with_weights(files, *paths), dummy=False)
+    paths[7].write_bytes(b"b")
+    theirs = checkpoint_digests(with_weights(files, *reversed(paths)), dummy=False)
+    assert [name for name in ours if ours[name] != theirs[name]] == [f"{paths[5].name} and 4 more"]
+    with hub() as head:
+        head.own = msgspec.structs.replace(head.own, checkpoint=ours)
+        wire = join(head, agent="one", checkpoint=ours)
+        head.await_nodes(SOON_S, lambda done, total: None)
+        wire.close()
+        with pytest.raises(ConfigurationError, match="another checkpoint than the head") as refused:
+            join(head, agent="one", checkpoint=theirs)
+    assert "and 4 more" in refused.value.found
 
 
 @pytest.mark.parametrize(
@@ -476,6 +545,18 @@ def test_a_node_hears_why_its_head_does_not_start(node: EngineConfig) -> None:
     assert agent.ended()
     assert isinstance(agent.error, ConfigurationError)
     assert agent.error.message == "node 2 is another"
+
+
+def test_a_node_joins_the_next_head_also_where_this_one_has_not_started_again(node: EngineConfig, caplog) -> None:
+    agent, head = RunningAgent(node), head_at(node)
+    head.await_nodes(SOON_S, lambda done, total: None)
+    head.close(again=True, failure=Failure.of(EngineError("node 2 (rank 2) has not joined", code="HF446")))
+    head = head_at(node)
+    head.await_nodes(SOON_S, lambda done, total: None)
+    assert "the head has not started again: node 2 (rank 2) has not joined" in caplog.messages
+    head.close(again=False)
+    assert agent.ended()
+    assert agent.error is None
 
 
 def test_an_engine_of_another_node_than_the_head_is_refused(tiny_model) -> None:

@@ -18,6 +18,7 @@ from holdfast.engine.ranks.nodes.hub import NodeHub
 from holdfast.engine.ranks.nodes.join import join_head
 from holdfast.engine.ranks.nodes.wire import Wire
 from holdfast.errors import ConfigurationError, EngineError
+from holdfast.execution.parallel.sockets.proof import proof
 
 pytestmark = pytest.mark.usefixtures("forked_starts")
 
@@ -77,7 +78,7 @@ def derived(monkeypatch) -> list[tuple[int, int]]:
 
 def test_a_guess_at_a_secret_costs_scrypt(derived: list[tuple[int, int]]) -> None:
     keys = [secret.derive_key(one) for one in (GOOD, "another secret of tests")]
-    assert len({secret.proof(key, secret.HEAD, b"a", b"b") for key in keys}) == 2
+    assert len({proof(key, secret.HEAD, b"a", b"b") for key in keys}) == 2
     assert derived == [(1 << 14, 8)] * 2
 
 
@@ -100,5 +101,5 @@ def test_those_who_call_a_head_cost_it_no_scrypt(derived: list[tuple[int, int]])
 def test_a_node_derives_its_key_once_however_often_it_tries(derived: list[tuple[int, int]]) -> None:
     config = settings(node_rank=1, node_secret=GOOD, node_timeout=1.2, master_port=free_port())
     with pytest.raises(EngineError, match="has not reached the head"):
-        join_head(config, lambda host: REPORT)
+        join_head(config, lambda: REPORT)
     assert len(derived) == 1

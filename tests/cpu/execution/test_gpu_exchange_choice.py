@@ -3,11 +3,14 @@ that rule it out, and NCCL in its place. The GPUs, their links and NCCL are made
 
 from __future__ import annotations
 
+import socket
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from simulated_copies import unpinned_memory
 
 from holdfast.engine.ranks.gpu import rank as ranks
 from holdfast.engine.ranks.gpu.rank import OpenedGpu
@@ -21,6 +24,8 @@ from holdfast.execution.parallel.gpu.together import (
     exchange_decisions,
 )
 from holdfast.execution.parallel.rank_link import Meeting
+from holdfast.execution.parallel.sockets.spread import Spread
+from holdfast.footprint.gpu import line_memory_bytes
 
 UUIDS = ["GPU-a", "GPU-b", "GPU-c"]
 SLOT_BYTES = 4096
@@ -113,6 +118,7 @@ def opened(monkeypatch: pytest.MonkeyPatch, *, nccl: bool, peers: bool, stages: 
     engine = SimpleNamespace(stages=[None] * stages, shards=[None] * 2, slot_bytes=SLOT_BYTES)
     own.rank, own._plan, own._uuids, own.device = 0, SimpleNamespace(engine=engine), UUIDS[:2], torch.device("cpu")
     own._peers, own._places = SimpleNamespace(close=lambda: None) if peers else None, [1, 2]
+    own._spread = Spread(2 * max(1, stages), max(1, stages))
     monkeypatch.setattr(ranks, "nccl_available", lambda: nccl)
     monkeypatch.setattr(ranks, "ExchangeCollectives", lambda *_, **__: Noted("CUDA IPC", []))
     monkeypatch.setattr(ranks, "NcclCollectives", lambda *_, **__: Noted("NCCL", []))
@@ -159,3 +165,38 @@ def test_where_there_is_nothing_the_reason_is_said(
     with pytest.raises(EngineError, match=said) as caught:
         own.join(meeting(store), "NCCL_P2P_DISABLE is set", 1.0, lambda waited_s: None)
     assert caught.value.found == "NCCL_P2P_DISABLE is set"
+
+
+def test_on_several_nodes_it_is_the_gpus_of_one_that_have_no_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stages hand on to other nodes goes by sockets, and a stage cannot be on several: another number of stages
+    alone would not help."""
+    own = opened(monkeypatch, nccl=True, peers=False, stages=2)
+    own._spread = Spread(4, 2, 2)
+    with pytest.raises(EngineError, match="GPUs of one node exchange numbers over CUDA IPC alone") as caught:
+        own.join(None, "on node 1: GPU 0 (GPU-c) has no peer access to GPU 2", 1.0, lambda waited_s: None)
+    assert caught.value.needed == "peer access among the 2 GPUs of each node"
+    assert caught.value.found == "on node 1: GPU 0 (GPU-c) has no peer access to GPU 2"
+    assert caught.value.fix == "one GPU of each node (-tp 1 -pp 2), or more nodes with one each; or --device cpu"
+
+
+def test_what_was_opened_to_other_nodes_is_closed_where_ranks_are_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a program that goes on: a line has a thread, a socket and pinned memory."""
+    ours, theirs = socket.socketpair()
+    own = opened(monkeypatch, nccl=True, peers=False, stages=2)
+    own._spread, own._node = Spread(2, 2, 2), range(1)
+    own._plan.engine.shards, own._plan.engine.stream_bytes, own._plan.engine.answer_bytes = [], 4096, 4096
+    pinned = list[int]()
+
+    def memory_of(slot_bytes: int, device: torch.device) -> Any:
+        if pinned:
+            raise EngineError("there is no more of it", code="HF444")
+        pinned.append(slot_bytes)
+        return unpinned_memory([line_memory_bytes(slot_bytes)])
+
+    monkeypatch.setattr(ranks, "connect_ranks", lambda *_, **__: ({1: ours}, {1: socket.socketpair()[0]}))
+    monkeypatch.setattr(ranks, "pinned_line", memory_of)
+    with pytest.raises(EngineError, match="there is no more of it"):
+        own.join(Meeting(STORE), "", 1.0, lambda waited_s: None)
+    assert not [one for one in threading.enumerate() if one.name.startswith("line-")]
+    assert theirs.recv(1) == b"", "whoever is at the other end hears of it"
+    theirs.close()

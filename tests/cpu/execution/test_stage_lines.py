@@ -1,23 +1,20 @@
-"""Sockets by which stages of different machines hand numbers on: who is listened to, and what is left of them."""
+"""Sockets by which stages of different machines hand numbers on: what goes there, and what is left of them."""
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import resource
 import socket
 import threading
 import time
+import tracemalloc
 
 import pytest
 import torch
 from deadlines import PATIENCE_S
 
 from holdfast.errors import EngineDiedError, EngineError
-from holdfast.execution.parallel.sockets import stage_lines
-from holdfast.execution.parallel.sockets.stage_lines import HEAD, KEY_BYTES, SAID_S, WHO, LineIn, LineOut, _accept
-
-KEY = b"k" * KEY_BYTES
+from holdfast.execution.parallel.sockets.stage_lines import HEAD, LineIn, LineOut
 
 
 def watch(waited_s: float) -> None:
@@ -88,53 +85,32 @@ def test_a_process_with_many_files_takes_numbers_too() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (least, most))
 
 
-def test_who_has_not_the_key_or_is_not_awaited_is_not_listened_to() -> None:
-    listener = socket.create_server(("127.0.0.1", 0))
-    said = (b"x" * KEY_BYTES + WHO.pack(1), KEY + WHO.pack(2), KEY + WHO.pack(1))
-    callers = []
-    for words in said:
-        callers.append(socket.create_connection(listener.getsockname()))
-        callers[-1].sendall(words)
-    found = _accept(listener, 0, [1], KEY, watch)
-    assert list(found) == [1]
-    assert found[1].getpeername() == callers[-1].getsockname()
-    for one in (*callers, *found.values()):
-        one.close()
+def test_a_block_that_is_empty_is_not_taken_where_numbers_are_expected() -> None:
+    """As many as they are, but some."""
+    ours, theirs = socket.socketpair()
+    ours.sendall(HEAD.pack(1, 0))
+    with ours, theirs, pytest.raises(EngineError, match="rank 6 has sent something else") as told:
+        LineIn(theirs, "rank 6", watch).take_some(torch.zeros(8, dtype=torch.uint8))
+    assert told.value.found == "block 1 of 0 bytes"
 
 
-def test_callers_who_say_nothing_delay_no_rank() -> None:
-    listener = socket.create_server(("127.0.0.1", 0))
-    mute = [socket.create_connection(listener.getsockname()) for _ in range(6)]
-    caller = socket.create_connection(listener.getsockname())
-    caller.sendall(KEY + WHO.pack(1))
-    began_s = time.monotonic()
-    found = _accept(listener, 0, [1], KEY, watch)
-    assert time.monotonic() - began_s < 3 * SAID_S  # Those before it may take twice as long.
-    assert found[1].getblocking()
-    for one in (*mute, caller, *found.values()):
-        one.close()
-
-
-def test_whoever_goes_on_calling_does_not_hold_a_start(monkeypatch) -> None:
-    monkeypatch.setattr(stage_lines, "JOIN_S", 0.5)
-    listener, over, looks = socket.create_server(("127.0.0.1", 0)), threading.Event(), []
-    place = listener.getsockname()
-
-    def call() -> None:
-        with contextlib.suppress(OSError):
-            while not over.wait(0.02):
-                socket.create_connection(place).close()
-
-    prober = threading.Thread(target=call)
-    prober.start()
-    limit = threading.Timer(8.0, over.set)
-    limit.start()
+def test_numbers_that_are_sent_are_held_once() -> None:
+    """Which the plan counts (exchange); and in the same place each time."""
+    (out, into), numbers, found = lines(), torch.ones(2 << 20), torch.zeros(2 << 20)
+    out.put(numbers)
+    into.take(found)
+    tracemalloc.start()
     try:
-        with pytest.raises(EngineError, match="rank 0 has not been reached by rank 1"):
-            _accept(listener, 0, [1], KEY, looks.append)
-        assert not over.is_set()
-        assert looks
+        for step in range(3):
+            out.put(numbers.fill_(step))
+            into.take(found)
+            assert (found == step).all()
+        again = tracemalloc.get_traced_memory()[1]
+        out.put(torch.zeros(4 << 20))
+        larger = tracemalloc.get_traced_memory()[1]
     finally:
-        limit.cancel()
-        over.set()
-        prober.join(PATIENCE_S)
+        tracemalloc.stop()
+        out.close()
+        into.close()
+    assert again < 1 << 20
+    assert larger < (16 << 20) + (1 << 20)

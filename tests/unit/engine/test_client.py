@@ -115,6 +115,14 @@ async def test_while_it_does_not_answer_it_is_not_ready_and_who_comes_waits(engi
     assert [(await anext(one)).token_ids for one in (before, late)] == [[7], [7]]
 
 
+async def test_a_process_knows_whether_another_has_served_before_it(engine, harbour) -> None:
+    """Nodes of the one before are needed for it, and for the next where it does not start."""
+    harbour.next_starts = [EngineError("node 1 (rank 1) has not joined", code="HF446"), None]
+    harbour.last.die()
+    await until(lambda: len(harbour.children) == 3 and engine.ready)
+    assert [asked[-1] for asked in harbour.asked] == [False, True, True]
+
+
 async def test_what_hangs_the_engine_each_time_is_ended_for_that(engine, harbour) -> None:
     streams = {name: await ask(engine, name) for name in ("a", "poison")}
     for count in (2, 3, 4):

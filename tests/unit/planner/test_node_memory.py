@@ -38,8 +38,8 @@ def settings(**changed) -> EngineConfig:
     return EngineConfig(**given | changed)
 
 
-def planned(config: EngineConfig) -> Plan:
-    machine = Memory(total_bytes=FREE, available_bytes=FREE, limited_by="machine")
+def planned(config: EngineConfig, free_bytes: int = FREE) -> Plan:
+    machine = Memory(total_bytes=free_bytes, available_bytes=free_bytes, limited_by="machine")
     processor = Processor(model="one", cores=8, features=frozenset({"avx2"}))
     return make_cpu_plan(SPEC, None, config, machine, processor, compiled_kernels=True)
 
@@ -61,6 +61,18 @@ def test_what_nodes_take_is_what_all_ranks_take(sizes: dict[str, int]) -> None:
     for name, size in plan.terms.items():
         if name != "kv_pool":
             assert sum(part[name] for part in parts) >= size - 2
+
+
+@pytest.mark.parametrize(
+    ("tensor_parallel", "stages", "nodes", "senders"),
+    [(1, 2, 2, 1), (2, 2, 2, 2), (1, 4, 2, 1), (4, 2, 4, 2), (2, 1, 2, 0)],
+)
+def test_what_ranks_send_to_other_nodes_is_counted(tensor_parallel: int, stages: int, nodes: int, senders: int) -> None:
+    """A copy of each that has to, on the node that has most of them."""
+    sizes = {"tensor_parallel_size": tensor_parallel, "pipeline_parallel_size": stages}
+    plan, alone = (planned(settings(**sizes, nnodes=count), 4 * FREE) for count in (nodes, 1))
+    most = max(plan.engine.stream_bytes, plan.engine.answer_bytes)
+    assert plan.terms["exchange"] - alone.terms["exchange"] == senders * most
 
 
 def test_staging_is_counted_where_ranks_read() -> None:

@@ -354,9 +354,9 @@ class ProcessEngine:
         """Returns with a ready engine, or raises what kept it from becoming one."""
         early, self._early, self._launches = self._early, None, self._launches + 1
         address = None if self.structured is None else self.structured.service.address
-        path = self._folder.path / f"{self._launches}.sock"
+        path, again = self._folder.path / f"{self._launches}.sock", self._info is not None
         self._child = child = await Child.spawn(
-            self._context, path, self._config, self._plan, early, address, self._kept.kept, self._parts.engine
+            self._context, path, self._config, self._plan, early, address, self._kept.kept, self._parts.engine, again
         )
         self._handed_over = False
         info = (started := await ready(child, self._on_progress)).info

@@ -59,8 +59,10 @@ class Child:
         grammar_address: str | None = None,
         kept: SleepingKV | None = None,
         engine: int | None = None,
+        again: bool = False,
     ) -> Child:
-        """`early`: a process that waits already; it is this one's from now on. Raises NoResourcesError when the machine
+        """`early`: a process that waits already; it is this one's from now on. `again`: another has served before it.
+        Raises NoResourcesError when the machine
         has no process, file or memory left, EngineDiedError for other reasons."""
         started, socket = early, None
         try:
@@ -81,7 +83,7 @@ class Child:
         child = cls(started, socket, loading_limit_s(config), engine)
         try:
             debug = log.isEnabledFor(logging.DEBUG)
-            child.send(protocol.Init(dataclasses.asdict(config), plan, grammar_address, kept, engine, debug))
+            child.send(protocol.Init(dataclasses.asdict(config), plan, grammar_address, kept, engine, debug, again))
         except BaseException:
             await child.stop(at_once=True)  # Nobody else knows the process, and the exit would wait for it.
             raise

@@ -120,7 +120,7 @@ def _build(
     fail_loading()
     model = find_model(config, text=False)  # The front has the tokenizer, and gives requests their defaults.
     loaded_from, tier_file = files_stamp(config, model.files), open_tier_file(config, begin.kept)
-    core, info = build_core(config, model, progress, begin.plan, heart.beat, tier_file)
+    core, info = build_core(config, model, progress, begin.plan, heart.beat, tier_file, again=begin.again)
     keeper = _keeper(config, model, begin, core, loaded_from, tier_file)
     if not core.on_device:
         breathe_in_ram(core, config)

@@ -34,6 +34,9 @@ class Init(msgspec.Struct, frozen=True, tag=True):
     """Its number, where the front has several engines."""
     debug: bool = False
     """The front's log has such lines."""
+    again: bool = False
+    """A process before this one has served: whoever was part of that engine is needed for this one, and for the next
+    where this one does not start."""
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):

@@ -28,8 +28,8 @@ from holdfast.execution.parallel.mailbox import Sender
 from holdfast.execution.parallel.rank_link import Meeting, RankLink
 from holdfast.execution.parallel.segment import Segment
 from holdfast.execution.parallel.sockets.gloo import LOOPBACK, open_store
+from holdfast.execution.parallel.sockets.proof import KEY_BYTES
 from holdfast.execution.parallel.sockets.spread import Spread
-from holdfast.execution.parallel.sockets.stage_lines import KEY_BYTES
 from holdfast.planner import Plan
 from holdfast.records import StepPlan
 from holdfast.units import format_duration

@@ -63,6 +63,7 @@ log = logging.getLogger("holdfast")
 
 Progress = Callable[[str, int, int], None]
 """(stage, done, total): tensors while loading."""
+Beat = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,11 +307,13 @@ def build_core(
     model: FoundModel,
     progress: Progress,
     plan: Plan | None = None,
-    beat: Callable[[], None] | None = None,
+    beat: Beat | None = None,
     tier_file: int | None = None,
+    again: bool = False,
 ) -> tuple[EngineCore, EngineInfo]:
     """`plan`: as another process made it; None: it is made here. `beat`: called while a step is computed on a CPU, or
-    waits for a disk. `tier_file`: whose memory KV pages in RAM beside a GPU have; None: the engine's own."""
+    waits for a disk. `tier_file`: whose memory KV pages in RAM beside a GPU have; None: the engine's own. `again`: it
+    takes the place of one that has served."""
     with _without_collector():
         from holdfast.engine.core.loop import EngineCore
         from holdfast.engine.ranks.nodes.open import available_bytes, join_nodes
@@ -325,9 +328,9 @@ def build_core(
         warn_of_unused(model.spec, model.files)
     check_lora_dtype(config, plan.dtype)
     if plan.engine.gpu is not None:
-        return _build_on_gpu(config, model, progress, plan, beat, tier_file)
+        return _build_on_gpu(config, model, progress, plan, beat, tier_file, again)
     cores, loaded_from = config.threads or processor().cores, files_stamp(config, model.files)
-    hub, plan = join_nodes(config, model.files, _still_fits(config, plan), progress)
+    hub, plan = join_nodes(config, model.files, _still_fits(config, plan), progress, again=again)
     ranks = load_ranks(config, model.files, model.spec, plan, progress, cores=cores, beat=beat, hub=hub)
     runner, core_runner = ranks.runner, ranks.step_runner
     try:
@@ -374,8 +377,9 @@ def _build_on_gpu(
     model: FoundModel,
     progress: Progress,
     plan: Plan,
-    beat: Callable[[], None] | None,
+    beat: Beat | None,
     tier_file: int | None,
+    again: bool = False,
 ) -> tuple[EngineCore, EngineInfo]:
     from holdfast.engine.core.kv_balance import KVBalance
     from holdfast.engine.core.loop import EngineCore
@@ -383,7 +387,7 @@ def _build_on_gpu(
     from holdfast.engine.startup.build_gpu import build_gpu_runner, use_kv_tiers
 
     if plan.engine.rank_gpus:
-        return _build_on_gpus(config, model, progress, plan, beat)
+        return _build_on_gpus(config, model, progress, plan, beat, again)
     first, loaded_from = plan, files_stamp(config, model.files)
     runner, plan, report, vram = build_gpu_runner(
         config,
@@ -413,7 +417,7 @@ def _build_on_gpu(
 
 
 def _build_on_gpus(
-    config: EngineConfig, model: FoundModel, progress: Progress, plan: Plan, beat: Callable[[], None] | None
+    config: EngineConfig, model: FoundModel, progress: Progress, plan: Plan, beat: Beat | None, again: bool
 ) -> tuple[EngineCore, EngineInfo]:
     """Of several ranks, each with a GPU."""
     from holdfast.engine.core.loop import EngineCore
@@ -423,7 +427,7 @@ def _build_on_gpus(
     def planned(gpus: Sequence[NvidiaGpu]) -> Plan:
         return _planned_for(config, model, plan, gpus, of_ranks=True)
 
-    hub, plan = join_gpu_nodes(config, model.files, plan, progress, planned)
+    hub, plan = join_gpu_nodes(config, model.files, plan, progress, planned, again=again)
     built = build_gpu_ranks(config, model.files, model.spec, plan, progress, beat, hub)
     ahead, staged = built.steps_ahead, bool(built.plan.engine.stages)
     scheduler = _scheduler(config, built.plan, steps_ahead=ahead, apart=staged)

@@ -93,9 +93,11 @@ enum rank_outcome await_word(rank_word *word, unsigned value, rank_word *alarm, 
     const awaited one = {word, alarm, value, calm};
     if (has_come(&one)) return RANK_REACHED;
     int asleep = 0;
-    const long spin = atomic_load_explicit(&spin_now, memory_order_relaxed);
-    const enum rank_outcome found = look_and_sleep(&one, now_ns(), spin, patience_ns, &asleep);
-    if (asleep || found == RANK_REACHED) learn(!asleep, spin_ns);
+    const long learned = atomic_load_explicit(&spin_now, memory_order_relaxed);
+    const enum rank_outcome found =
+        look_and_sleep(&one, now_ns(), learned < spin_ns ? learned : spin_ns, patience_ns, &asleep);
+    /* Who may not spin learns nothing of it: what sums have learned is of this process as a whole. */
+    if (spin_ns > 0 && (asleep || found == RANK_REACHED)) learn(!asleep, spin_ns);
     return found;
 }
 

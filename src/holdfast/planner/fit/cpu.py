@@ -257,8 +257,8 @@ def count_on_cpu(question: Question, limits: Limits, *, expand: bool) -> CpuCoun
         loading_terms={**held, "staging": sum(staging)},
         fixed_terms={
             **held, "scratch": step_terms["scratch"], "activations": step_terms["activations"],
-            **shares.exchange(limits, dtype=dtype), "adapters": step_terms["adapters"], "logits": 0, "buffers": 0,
-            "grammars": grammars, **({"kv_store": stored_kv} if stored_kv else {}),
+            **shares.exchange(limits, dtype=dtype, nodes=settings.nodes), "adapters": step_terms["adapters"],
+            "logits": 0, "buffers": 0, "grammars": grammars, **({"kv_store": stored_kv} if stored_kv else {}),
         },
         of_ranks=tuple(
             {"framework": cpu.FRAMEWORK_BYTES, **one, "staging": own}

@@ -175,15 +175,23 @@ class RankShares:
         rows = cpu.head_rows(self.spec.vocab_size, limits.max_num_seqs)
         return _pages(rows * max(vocab, self.spec.hidden_size) * cpu.ELEMENT_BYTES[dtype])
 
-    def exchange(self, limits: Limits, *, dtype: str) -> Mapping[str, int]:
-        """The term of what ranks share, where there are several."""
+    def exchange(self, limits: Limits, *, dtype: str, nodes: int = 1) -> Mapping[str, int]:
+        """The term of what ranks share, where there are several; of one of several `nodes` with what goes to others."""
         if self.count == 1:
             return {}
         slots = 2 * self.count * self.slot_bytes(limits, dtype=dtype)
         between = max(0, len(self.stages) - 1) * self.stream_bytes(limits, dtype=dtype)
         answers = max(1, len(self.shards)) * self.answer_bytes(limits, dtype=dtype)
         mails = max(1, len(self.stages)) * cpu.MAIL_BYTES
-        return {EXCHANGE: slots + between + answers + mails + cpu.SLOT_PAGE_BYTES}
+        sent = self._sent_bytes(limits, nodes, dtype=dtype) if nodes > 1 and self.stages else 0
+        return {EXCHANGE: slots + between + answers + mails + sent + cpu.SLOT_PAGE_BYTES}
+
+    def _sent_bytes(self, limits: Limits, nodes: int, *, dtype: str) -> int:
+        """Of a node: each rank that hands on to another one keeps a copy until it is sent. Of whole stages that is the
+        last of the node."""
+        of_a_node, of_a_stage = self.count // nodes, max(1, len(self.shards))
+        senders = of_a_node if of_a_node % of_a_stage else of_a_stage
+        return senders * max(self.stream_bytes(limits, dtype=dtype), self.answer_bytes(limits, dtype=dtype))
 
 
 Part = tuple[int, LayerStage | None, Shard | None]

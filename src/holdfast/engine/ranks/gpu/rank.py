@@ -35,8 +35,8 @@ from holdfast.execution.parallel.gpu.together import (
 from holdfast.execution.parallel.rank_link import Meeting
 from holdfast.execution.parallel.segment import Watch
 from holdfast.execution.parallel.sockets.gloo import Store
+from holdfast.execution.parallel.sockets.rank_calls import connect_ranks
 from holdfast.execution.parallel.sockets.spread import Spread
-from holdfast.execution.parallel.sockets.stage_lines import connect_ranks
 from holdfast.execution.weights.load import load_weights
 from holdfast.footprint.gpu import exchange_memory_bytes, line_memory_bytes
 from holdfast.hardware.nvidia import probe
@@ -70,6 +70,8 @@ class OpenedGpu:
         self.against = ""
         if len(beside_it) > 1:  # On a node of its own a rank maps nobody's memory.
             self.against = against_exchange(beside_it, disabled=config.disable_custom_all_reduce)
+            if self.against and self._spread.nodes > 1:
+                self.against = f"on node {self._spread.node_of(rank)}: {self.against}"
         if not self.against and len(beside_it) > 1:
             try:
                 self._peers = PeerMemory(self._exchange_bytes() + self._lines_bytes(), self.device)
@@ -130,11 +132,7 @@ class OpenedGpu:
         engine = self._plan.engine
         count, each, memory = len(engine.stages), max(1, len(engine.shards)), self._peers
         if against:
-            raise EngineError(
-                "stages on GPUs hand on over CUDA IPC alone, which cannot be had",
-                found=against,
-                fix="--tensor-parallel-size in place of --pipeline-parallel-size, or --device cpu",
-            )
+            raise _no_exchange(against, self._spread)
         collectives = None
         if each > 1:
             index, place = divmod(self.rank, each)
@@ -142,33 +140,45 @@ class OpenedGpu:
             assert memory is not None, "ranks of a stage are on one node"
             collectives = ExchangeCollectives(memory, peers, place, engine.slot_bytes, limit_s=START_LIMIT_S)
         sender, receiver = rank_before(self.rank, count, each), rank_behind(self.rank, count, each)
-        node_lines = {} if meeting is None else self._node_lines(meeting, sender, receiver, watch)
-        lines = ExchangeLines(
-            self.device,
-            memory,
-            self._places,
-            self.rank,
-            self._exchange_bytes(),
-            None if sender is None else LineTo(sender, self._line_slot(sender), node_lines.get("in")),
-            None if receiver is None else LineTo(receiver, self._line_slot(self.rank), node_lines.get("out")),
-            limit_s=START_LIMIT_S,
-        )
+        with contextlib.ExitStack() as unless_joined:
+            ends = {} if meeting is None else self._node_lines(meeting, sender, receiver, watch, unless_joined)
+            lines = ExchangeLines(
+                self.device,
+                memory,
+                self._places,
+                self.rank,
+                self._exchange_bytes(),
+                None if sender is None else LineTo(sender, self._line_slot(sender), ends.get("in")),
+                None if receiver is None else LineTo(receiver, self._line_slot(self.rank), ends.get("out")),
+                limit_s=START_LIMIT_S,
+            )
+            unless_joined.pop_all()
         return JoinedGpus(collectives, GpuStage(self.rank, count, each, lines))
 
     def _node_lines(
-        self, meeting: Meeting, sender: int | None, receiver: int | None, watch: Watch
+        self,
+        meeting: Meeting,
+        sender: int | None,
+        receiver: int | None,
+        watch: Watch,
+        unless_joined: contextlib.ExitStack,
     ) -> dict[str, NodeLine]:
-        """To ranks of other nodes: `in` from the one before, `out` to the one behind."""
+        """To ranks of other nodes: `in` from the one before, `out` to the one behind. `unless_joined`: what is to be
+        closed where joining fails."""
         sources = [sender] if sender is not None and sender not in self._node else []
         targets = [receiver] if receiver is not None and receiver not in self._node else []
         incoming, outgoing = connect_ranks(
             meeting.store, self.rank, sources, targets, host=meeting.host, key=meeting.key, watch=watch
         )
-        found = dict[str, NodeLine]()
+        for line in (*incoming.values(), *outgoing.values()):
+            unless_joined.callback(line.close)
+        found, device = dict[str, NodeLine](), self.device
         for rank, line in incoming.items():
-            found["in"] = NodeLineIn(pinned_line(self._line_slot(rank)), line, rank)
+            found["in"] = NodeLineIn(pinned_line(self._line_slot(rank), device), device, line, rank)
+            unless_joined.callback(found["in"].close)
         for rank, line in outgoing.items():
-            found["out"] = NodeLineOut(pinned_line(self._line_slot(self.rank)), line, rank)
+            found["out"] = NodeLineOut(pinned_line(self._line_slot(self.rank), device), device, line, rank)
+            unless_joined.callback(found["out"].close)
         return found
 
     def _join_all(self, store: Store | None, against: str, limit_s: float) -> GpuCollectives:
@@ -188,6 +198,23 @@ class OpenedGpu:
             raise EngineError("this torch has no NCCL", found=against, fix="pip install --force-reinstall torch")
         large = NcclCollectives(store, self.rank, len(self._uuids), self.device, limit_s=limit_s)
         return large if small is None else SmallAndLarge(small, large, self._plan.engine.slot_bytes)
+
+
+def _no_exchange(against: str, spread: Spread) -> EngineError:
+    """Of stages. `against`: why GPUs do not map one another's memory."""
+    if spread.nodes == 1:
+        return EngineError(
+            "stages on GPUs hand on over CUDA IPC alone, which cannot be had",
+            found=against,
+            fix="--tensor-parallel-size in place of --pipeline-parallel-size, or --device cpu",
+        )
+    # Between nodes it is sockets; on each it is sums of a stage, or what stages of the same node hand on.
+    return EngineError(
+        "GPUs of one node exchange numbers over CUDA IPC alone, which cannot be had",
+        needed=f"peer access among the {spread.each} GPUs of each node",
+        found=against,
+        fix=f"one GPU of each node (-tp 1 -pp {spread.nodes}), or more nodes with one each; or --device cpu",
+    )
 
 
 @dataclass(slots=True)

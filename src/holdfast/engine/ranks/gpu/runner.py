@@ -3,20 +3,19 @@ named when the result is asked for."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 
 from holdfast.engine.core.loop import StepHandle, StepRunner
 from holdfast.engine.ranks.group import RankGroup
 from holdfast.engine.ranks.runner import RankedRunner
-from holdfast.execution.parallel.gpu.together import JoinedGpus
+from holdfast.execution.parallel.gpu.link import GpuRankLink
 from holdfast.records import StepPlan, StepResult, TokenMasks
 
 
 class RankedGpuRunner(RankedRunner):
-    def __init__(self, runner: StepRunner, group: RankGroup, joined: JoinedGpus) -> None:
+    def __init__(self, runner: StepRunner, group: RankGroup, link: GpuRankLink) -> None:
         super().__init__(runner, group)
-        self._joined = joined
+        self._link = link
 
     def submit(self, plan: StepPlan, masks: TokenMasks | None = None) -> StepHandle:
         try:
@@ -30,10 +29,9 @@ class RankedGpuRunner(RankedRunner):
         self._group.check()
 
     def close(self) -> None:
-        self._joined.give_up()  # Whatever waits on the GPU for ranks that leave.
+        self._link.give_up()  # Whatever waits on the GPU for ranks that leave.
         super().close()
-        with contextlib.suppress(RuntimeError):  # A device that has failed gives nothing back; it ends with us.
-            self._joined.close()
+        self._link.leave()
 
 
 class _Watched:

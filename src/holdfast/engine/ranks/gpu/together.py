@@ -87,6 +87,8 @@ def build_gpu_ranks(
 ) -> BuiltRanks:
     """`hub`: with the other nodes, where there are any. Whatever fails, no rank is left behind."""
     group = start_group(config, plan, cores=plan.engine.rank_count, timeout_s=START_LIMIT_S, beat=beat, hub=hub)
+    link = group.link
+    assert isinstance(link, GpuRankLink)
     try:
         first = _load_all(config, files, spec, plan, progress, group, beat)
         progress("profile_run", 0, 0)
@@ -104,15 +106,16 @@ def build_gpu_ranks(
         group.order(messages.Serve(group.timeout_s))
         first.joined.limit(group.timeout_s)
         group.answers(messages.Done)
+        ready = first.opened.memory.held()
+        terms = {**own.terms, "kv_pool": first.runner.kv.nbytes}
+        report = report_of(plan, terms, first.loaded, ready, _lines_in_ram(plan, config.nnodes))
+        report = _with_ranks(report, spec, plan, group, measured)
     except BaseException:
-        group.link.give_up()
+        link.give_up()
         group.close()
+        link.leave()
         raise
-    ready = first.opened.memory.held()
-    terms = {**own.terms, "kv_pool": first.runner.kv.nbytes}
-    report = report_of(plan, terms, first.loaded, ready, _lines_in_ram(plan, config.nnodes))
-    report = _with_ranks(report, spec, plan, group, measured)
-    runner = RankedGpuRunner(first.runner, group, first.joined)
+    runner = RankedGpuRunner(first.runner, group, link)
     return BuiltRanks(first, runner, plan, report, RanksVram(first.opened.memory))
 
 

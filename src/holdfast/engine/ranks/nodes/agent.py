@@ -111,8 +111,10 @@ class _Followed:
                 elif isinstance(said, messages.TellRank):
                     self._tell(said)
                 elif isinstance(said, messages.EndNode):
-                    if said.failure is not None:
+                    if said.failure is not None and not said.again:
                         raise said.failure.error()
+                    if said.failure is not None:
+                        log.warning("the head has not started again: %s", said.failure.message)
                     self._let_leave(LEAVE_S if not said.again else 0.0)
                     return said.again
         except HoldfastError:  # Of which some are OSErrors too.

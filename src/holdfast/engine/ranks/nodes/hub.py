@@ -12,7 +12,6 @@ to it.
 from __future__ import annotations
 
 import contextlib
-import hmac
 import logging
 import os
 import socket
@@ -38,7 +37,8 @@ from holdfast.engine.ranks.nodes.report import (
 from holdfast.engine.ranks.nodes.wire import MOST_BEFORE_PROOF, Wire
 from holdfast.errors import ConfigurationError, EngineError, HoldfastError
 from holdfast.execution.parallel.segment import Segment
-from holdfast.execution.parallel.sockets.listen import listen_at
+from holdfast.execution.parallel.sockets.listen import OPEN_PORTS, listen_at
+from holdfast.execution.parallel.sockets.proof import proof, proves
 from holdfast.execution.parallel.sockets.spread import Spread
 from holdfast.records import Failure
 from holdfast.units import format_duration, shorten
@@ -105,7 +105,7 @@ class NodeHub:
                     needed=f"all {self.spread.nodes} nodes within {format_duration(timeout_s)}",
                     found=f"{self.spread.nodes - len(missing)} of them at {self._place}",
                     fix=f"start it with --node-rank {missing[0]} and the head's --master-addr, --master-port and"
-                    " secret, and let it through to that port",
+                    f" secret, and let it through to that port; for what ranks say to one another, {OPEN_PORTS}",
                 )
 
     def start(
@@ -131,8 +131,8 @@ class NodeHub:
             link.again = again
 
     def close(self, *, again: bool, failure: Failure | None = None) -> None:
-        """`again`: another engine takes this one's place, and nodes shall join it. `failure`: why there is none. A
-        second time does nothing."""
+        """`again`: another engine takes this one's place, and nodes shall join it. `failure`: why this one has not
+        started. A second time does nothing."""
         with self._changed:  # Nobody is let in after this who would not be told.
             if self._closing:
                 return
@@ -177,11 +177,12 @@ class NodeHub:
         """None: it is not one of ours, and has been told so."""
         wire.wait_at_most(HANDSHAKE_S, for_all=True)
         hello, nonce = messages.decode_hello(wire.receive(MOST_BEFORE_PROOF)), os.urandom(messages.NONCE_BYTES)
-        head_proof = secret.proof(self._key, secret.HEAD, hello.nonce, nonce)
+        head_proof = proof(self._key, secret.HEAD, hello.nonce, nonce)
         wire.send(messages.encode(messages.Challenge(nonce, head_proof, messages.PROTOCOL, self.own.version)))
         said = self._understood(hello, wire)
-        expected = secret.proof(self._key, secret.AGENT, hello.nonce, nonce)
-        if not isinstance(said, messages.Join | messages.CannotJoin) or not hmac.compare_digest(said.proof, expected):
+        if not isinstance(said, messages.Join | messages.CannotJoin) or not proves(
+            said.proof, self._key, secret.AGENT, hello.nonce, nonce
+        ):
             log.warning("a node at %s was refused: it has another secret", wire.other_host)
             wire.send(messages.encode(messages.Refused(Failure.of(other_secret()))))
             return None

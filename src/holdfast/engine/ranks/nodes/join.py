@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hmac
 import logging
 import os
 import platform
@@ -21,6 +20,8 @@ from holdfast.engine.ranks.nodes.hub import HANDSHAKE_S, NODES_MISSING, SAID_EVE
 from holdfast.engine.ranks.nodes.report import other_protocol, own_version
 from holdfast.engine.ranks.nodes.wire import MOST_BEFORE_PROOF, Wire
 from holdfast.errors import EngineError, HoldfastError
+from holdfast.execution.parallel.sockets.listen import OPEN_PORTS
+from holdfast.execution.parallel.sockets.proof import proof, proves
 from holdfast.records import Failure
 from holdfast.units import format_duration
 
@@ -32,8 +33,8 @@ JOINED_S = 60.0
 """For the head's answer: it compares what it was told, and may have much to do."""
 
 
-Report = Callable[[str], messages.NodeReport | Failure]
-"""Of a node, for its address; or why it cannot join."""
+Report = Callable[[], messages.NodeReport | Failure]
+"""Of a node, but for its address; or why it cannot join. It may also raise that."""
 
 
 @contextlib.contextmanager
@@ -44,33 +45,31 @@ def head_hears_failure(config: EngineConfig) -> Iterator[None]:
     except HoldfastError as error:
         tell_cannot_join(config, error)
     except OSError as error:
-        tell_cannot_join(config, EngineError(f"node {config.node_rank} cannot read what it needs: {error}"))
+        tell_cannot_join(config, _unread(config, error))
 
 
 def tell_cannot_join(config: EngineConfig, error: HoldfastError) -> NoReturn:
     """Raises it, with the number of the node, when the head knows of it; or as it is, where there is no head."""
-    # It may be long until there is a head: whoever looks at this node knows at once.
-    place = named_place(config.master_addr, config.master_port)
-    log.error("node %d cannot join, which the head at %s is told: %s", config.node_rank, place, error.message)
-    try:
-        join_head(config, lambda host: Failure.of(error))
-    except EngineError as missing:
-        if missing.code == NODES_MISSING:
-            raise error from None
-        raise
+    join_head(config, lambda: Failure.of(error))
     raise AssertionError("the head has let a node in that cannot join")
 
 
 def join_head(config: EngineConfig, report: Report) -> Wire:
     """A connection to a head that has let this node in. Tries again while there is no head; raises what the head says
-    when it refuses."""
+    when it refuses, and where there is none to hear it, why this node cannot join."""
     place = named_place(config.master_addr, config.master_port)
     assert config.node_secret is not None
-    key = secret.derive_key(config.node_secret)
+    key, told = secret.derive_key(config.node_secret), ""
     began_s, said_s = time.monotonic(), -SAID_EVERY_S  # At once, then now and then.
     while True:
+        # Before anybody waits for it: a driver may take longer to answer than the head lets a stranger be silent.
+        reported = _reported(config, report)
+        if isinstance(reported, Failure) and reported.message != told:
+            # It may be long until there is a head: whoever looks at this node knows at once.
+            told = reported.message
+            log.error("node %d cannot join, which the head at %s is told: %s", config.node_rank, place, told)
         try:
-            return _join(config, key, report)
+            return _join(config, key, reported)
         except HoldfastError:  # Of which some are OSErrors too.
             raise
         except (OSError, EOFError, msgspec.DecodeError) as error:
@@ -79,14 +78,30 @@ def join_head(config: EngineConfig, report: Report) -> Wire:
                 said_s = now_s
                 log.info("looking for the head at %s: %s", place, why)
             if now_s - began_s >= config.node_timeout:
+                if isinstance(reported, Failure):
+                    raise reported.error() from None
                 raise EngineError(
                     f"node {config.node_rank} has not reached the head at {place}: {why}",
                     code=NODES_MISSING,
                     needed=f"the head within {format_duration(config.node_timeout)}",
                     fix="start the head (--node-rank 0) with the same --master-addr and --master-port, and let this"
-                    " machine through to that port",
+                    f" machine through to that port; for what ranks say to one another, {OPEN_PORTS}",
                 ) from error
         time.sleep(TRY_EVERY_S)
+
+
+def _reported(config: EngineConfig, report: Report) -> messages.NodeReport | Failure:
+    """What keeps a node from joining is for the head to hear: a GPU that is gone, say."""
+    try:
+        return report()
+    except HoldfastError as error:
+        return Failure.of(error)
+    except OSError as error:
+        return Failure.of(_unread(config, error))
+
+
+def _unread(config: EngineConfig, error: OSError) -> EngineError:
+    return EngineError(f"node {config.node_rank} cannot read what it needs: {error}")
 
 
 def _why(error: Exception) -> str:
@@ -95,41 +110,38 @@ def _why(error: Exception) -> str:
     return str(error) or "it has hung up"
 
 
-def _join(config: EngineConfig, key: bytes, report: Report) -> Wire:
+def _join(config: EngineConfig, key: bytes, reported: messages.NodeReport | Failure) -> Wire:
     source = None if config.node_addr is None else (config.node_addr, 0)
     wire = Wire(socket.create_connection((config.master_addr, config.master_port), CONNECT_S, source))
     try:
-        _introduce(config, key, wire, report)
+        _introduce(config, key, wire, reported)
     except BaseException:
         wire.close()
         raise
     return wire
 
 
-def _introduce(config: EngineConfig, key: bytes, wire: Wire, report: Report) -> None:
+def _introduce(config: EngineConfig, key: bytes, wire: Wire, reported: messages.NodeReport | Failure) -> None:
     wire.wait_at_most(HANDSHAKE_S)
     nonce = os.urandom(messages.NONCE_BYTES)
     wire.send(messages.encode(messages.NodeHello(nonce, version=own_version())))
     challenge = messages.decode_from_head(wire.receive(MOST_BEFORE_PROOF))
     if not isinstance(challenge, messages.Challenge):
         raise OSError("what answers there is no head")
-    expected = secret.proof(key, secret.HEAD, nonce, challenge.nonce)
-    if not hmac.compare_digest(challenge.proof, expected):
+    if not proves(challenge.proof, key, secret.HEAD, nonce, challenge.nonce):
         wire.send(messages.encode(messages.OtherSecret()))
         raise other_secret()
-    proof = secret.proof(key, secret.AGENT, nonce, challenge.nonce)
+    shown = proof(key, secret.AGENT, nonce, challenge.nonce)
     wire.wait_at_most(JOINED_S)
-    said: messages.NodeReport | Failure
-    if challenge.protocol == messages.PROTOCOL:
-        said = report(config.node_addr or wire.own_host)
-    else:
+    if challenge.protocol != messages.PROTOCOL:
         versions = own_version(), challenge.version
-        said = Failure.of(other_protocol(*versions, messages.PROTOCOL, challenge.protocol))
-    if isinstance(said, Failure):
+        reported = Failure.of(other_protocol(*versions, messages.PROTOCOL, challenge.protocol))
+    if isinstance(reported, Failure):
         name = platform.node()[:255]
-        wire.send(messages.encode(messages.CannotJoin(proof, config.node_rank, name, said)))
+        wire.send(messages.encode(messages.CannotJoin(shown, config.node_rank, name, reported)))
     else:
-        wire.send(messages.encode(messages.Join(proof, said)))
+        said = msgspec.structs.replace(reported, host=config.node_addr or wire.own_host)
+        wire.send(messages.encode(messages.Join(shown, said)))
     answer = messages.decode_from_head(wire.receive(MOST_BEFORE_PROOF))
     if isinstance(answer, messages.Refused):
         raise answer.failure.error()

@@ -112,7 +112,7 @@ class EndNode(msgspec.Struct, frozen=True, tag=True):
     again: bool
     """And others are started soon: the node joins anew."""
     failure: Failure | None = None
-    """Why not."""
+    """Why this engine has not started."""
 
 
 class NodeStarted(msgspec.Struct, frozen=True, tag=True):

@@ -32,16 +32,22 @@ log = logging.getLogger("holdfast")
 
 
 def join_nodes(
-    config: EngineConfig, files: ModelFiles, plan: Plan, progress: Callable[[str, int, int], None]
+    config: EngineConfig,
+    files: ModelFiles,
+    plan: Plan,
+    progress: Callable[[str, int, int], None],
+    *,
+    again: bool = False,
 ) -> tuple[NodeHub | None, Plan]:
-    """With the plan as all nodes can hold it. None: there is one node."""
+    """With the plan as all nodes can hold it. None: there is one node. `again`: these nodes have served, and shall come
+    again where this start fails: another follows. Where it is the first one, they end with what is wrong."""
     if config.nnodes == 1:
         return None, plan
 
     def held(hub: NodeHub) -> Plan:
         return _held(plan, config, [NodeMemory(one.free_bytes, one.name) for one in hub.reports], files)
 
-    return _joined(config, files, plan, progress, held)
+    return _joined(config, files, plan, progress, held, again)
 
 
 def join_gpu_nodes(
@@ -50,11 +56,13 @@ def join_gpu_nodes(
     plan: Plan,
     progress: Callable[[str, int, int], None],
     planned: Callable[[Sequence[NvidiaGpu]], Plan],
+    *,
+    again: bool = False,
 ) -> tuple[NodeHub | None, Plan]:
     """The same of ranks on GPUs. `planned`: for these GPUs, one for each rank, with what is free on them."""
     if config.nnodes == 1:
         return None, plan
-    return _joined(config, files, plan, progress, lambda hub: planned(_gpus_of_all(hub)))
+    return _joined(config, files, plan, progress, lambda hub: planned(_gpus_of_all(hub)), again)
 
 
 def _gpus_of_all(hub: NodeHub) -> list[NvidiaGpu]:
@@ -78,6 +86,7 @@ def _joined(
     plan: Plan,
     progress: Callable[[str, int, int], None],
     settled: Callable[[NodeHub], Plan],
+    again: bool,
 ) -> tuple[NodeHub, Plan]:
     """`settled`: the plan for what all nodes have, or a refusal, of which they hear."""
     if config.node_rank > 0:
@@ -99,7 +108,7 @@ def _joined(
         hub.await_nodes(config.node_timeout, lambda done, total: progress("nodes", done, total))
         plan = settled(hub)
     except HoldfastError as error:
-        hub.close(again=False, failure=Failure.of(error))
+        hub.close(again=again, failure=Failure.of(error))
         raise
     except BaseException:
         hub.close(again=True)

@@ -1,5 +1,5 @@
-"""The secret that nodes of one engine have: where it comes from, and how each side proves to the other that it knows
-it without saying it.
+"""The secret that nodes of one engine have: where it comes from, and the key that both sides of a connection prove to
+have (execution/parallel/sockets/proof.py).
 
 The head proves it first, to anybody who calls: a stranger has something to try guesses on. So a guess takes as long as
 scrypt does, and a secret has 16 characters at least.
@@ -8,7 +8,6 @@ scrypt does, and a secret has 16 characters at least.
 from __future__ import annotations
 
 import hashlib
-import hmac
 import logging
 import os
 import secrets
@@ -28,11 +27,6 @@ MOST_FILE_BYTES = 4096
 
 def new_secret() -> str:
     return secrets.token_urlsafe(24)
-
-
-def proof(key: bytes, side: bytes, first: bytes, second: bytes) -> bytes:
-    """`first`, `second`: what the agent and the head have drawn for this connection alone."""
-    return hmac.digest(key, side + b"\0" + first + second, "sha256")
 
 
 def derive_key(secret: str) -> bytes:

@@ -122,15 +122,17 @@ class ExchangeLines:
         self._told[_GIVE_UP] = 1
 
     def close(self) -> None:
-        torch.cuda.synchronize(self._device)
-        for line in self._node_lines:
-            line.close()
+        try:
+            torch.cuda.synchronize(self._device)
+        finally:  # Threads and sockets end also where the device has failed.
+            for line in self._node_lines:
+                line.close()
         if self._memory is not None:
             self._memory.close()
 
 
 def _places_of(line: NodeLine, device: torch.device) -> torch.Tensor:
-    return _places(line.place, line.place, line.place, line.slot_bytes, device)
+    return _places(line.device_place, line.device_place, line.device_place, line.slot_bytes, device)
 
 
 def _places(own: int, other: int, sender: int, slot_bytes: int, device: torch.device) -> torch.Tensor:

@@ -5,6 +5,7 @@ model.
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -42,7 +43,13 @@ class GpuRankLink:
             joined.give_up()
 
     def close(self) -> None:
-        """Nothing of it is held here."""
+        """Nothing yet: steps may still be under way. `leave` follows."""
+
+    def leave(self) -> None:
+        """What ranks have opened to one another is closed, once none of this one's steps is under way."""
+        if self._joined is not None:
+            with contextlib.suppress(RuntimeError):  # A device that has failed gives nothing back; it ends with us.
+                self._joined.close()
 
     def give_up(self) -> None:
         """From any thread, when another rank has ended: nothing waits for it on the device any longer."""

@@ -1,7 +1,8 @@
 """One end of a line between ranks on GPUs of different machines (nodes): words and two slots in pinned memory of the
-host, where kernels put and take as they do in the memory of another GPU, and a thread that moves what lies there.
+host, where kernels put and take as they do in the memory of another GPU, and a thread that moves what lies there: from
+the slot into the socket and from the socket into the slot, without a copy between.
 
-    stage s     kernel ──► slot, SENT ──► thread ──► socket      TAKEN: it is on its way, the slot may be filled again
+    stage s     kernel ──► slot, SENT ──► thread ──► socket      TAKEN: the system has it, the slot may be filled again
     stage s+1   socket ──► thread ──► slot, SENT ──► kernel      TAKEN: it has been read
 
 Nothing is launched for it beside what lines.py launches, so it is fit for CUDA graphs. The thread looks at what the GPU
@@ -19,9 +20,11 @@ from collections.abc import Callable
 import numpy
 import torch
 
+from holdfast.errors import EngineDiedError, EngineError
 from holdfast.execution.native.loading import kernels
 from holdfast.execution.parallel.segment import COUNT_BITS, REACHED
-from holdfast.execution.parallel.sockets.stage_lines import LineIn, LineOut
+from holdfast.execution.parallel.sockets.stage_lines import LineIn, bytes_of, hang_up, send_block
+from holdfast.execution.streaming.pinned_memory import PinnedMemory, as_device_memory
 from holdfast.footprint.gpu import LINE_WORDS_BYTES, line_memory_bytes
 
 SENT, TAKEN, FILLED = 0, 32, 64
@@ -39,14 +42,16 @@ class _Closed(Exception):
 
 
 class NodeLine(ABC):
-    """`memory`: pinned, zeroed, of `line_memory_bytes(slot_bytes)`; it is kept as long as this."""
+    """`memory`: one piece, zeroed, of `line_memory_bytes(slot_bytes)`; it is this line's from now on, and is given back
+    with it. `device`: whose kernels use it."""
 
-    def __init__(self, memory: torch.Tensor, name: str) -> None:
-        self._memory, self._kernels = memory, kernels()
-        self.place = memory.data_ptr()
-        """Of the words; the slots are LINE_WORDS_BYTES behind."""
-        self._words = memory[:LINE_WORDS_BYTES].numpy().view(numpy.uint32)
-        self._slots = memory[LINE_WORDS_BYTES:].view(2, -1)
+    def __init__(self, memory: PinnedMemory, device: torch.device, name: str) -> None:
+        [whole] = memory.pieces
+        self._memory, self._whole, self._kernels = memory, whole, kernels()
+        self.place, self.device_place = whole.data_ptr(), as_device_memory(whole, device).data_ptr()
+        """Of the words, for the host and for the GPU; the slots are LINE_WORDS_BYTES behind."""
+        self._words = whole[:LINE_WORDS_BYTES].numpy().view(numpy.uint32)
+        self._slots = whole[LINE_WORDS_BYTES:].view(2, -1)
         self._closed, self._failure, self._on_failure = False, None, None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -73,6 +78,7 @@ class NodeLine(ABC):
         self._closed = True
         self._hang_up()
         self._thread.join(ENDED_S)
+        self._memory.close()
 
     @abstractmethod
     def _hang_up(self) -> None: ...
@@ -115,26 +121,29 @@ class NodeLine(ABC):
 class NodeLineOut(NodeLine):
     """What this rank hands on. `line`: connected to the rank behind."""
 
-    def __init__(self, memory: torch.Tensor, line: socket.socket, rank: int) -> None:
-        super().__init__(memory, f"line-to-{rank}")
-        self._line = LineOut(line, f"rank {rank}", self._watch)
+    def __init__(self, memory: PinnedMemory, device: torch.device, line: socket.socket, rank: int) -> None:
+        super().__init__(memory, device, f"line-to-{rank}")
+        self._line, self._rank, self._sent = line, rank, 0
         self._thread.start()
 
     def _move(self, turn: int) -> None:
         self._await(SENT, turn)
-        filled = int(self._words[FILLED + (turn & 1)])
-        self._line.put(self._slots[turn & 1, :filled])  # A copy: what was sent before may still be on its way.
+        filled, self._sent = int(self._words[FILLED + (turn & 1)]), self._sent + 1
+        try:
+            send_block(self._line, self._sent, bytes_of(self._slots[turn & 1, :filled]))
+        except OSError as error:
+            raise EngineDiedError(f"the connection to rank {self._rank} is lost: {error}") from error
         self._post(TAKEN, turn)
 
     def _hang_up(self) -> None:
-        self._line.close()
+        hang_up(self._line)
 
 
 class NodeLineIn(NodeLine):
     """What this rank takes. `line`: connected to the rank before."""
 
-    def __init__(self, memory: torch.Tensor, line: socket.socket, rank: int) -> None:
-        super().__init__(memory, f"line-from-{rank}")
+    def __init__(self, memory: PinnedMemory, device: torch.device, line: socket.socket, rank: int) -> None:
+        super().__init__(memory, device, f"line-from-{rank}")
         self._line = LineIn(line, f"rank {rank}", self._watch)
         self._thread.start()
 
@@ -147,5 +156,14 @@ class NodeLineIn(NodeLine):
         self._line.close()
 
 
-def pinned_line(slot_bytes: int) -> torch.Tensor:
-    return torch.zeros(line_memory_bytes(slot_bytes), dtype=torch.uint8, device="cpu", pin_memory=True)
+def pinned_line(slot_bytes: int, device: torch.device) -> PinnedMemory:
+    try:
+        return PinnedMemory([line_memory_bytes(slot_bytes)], device)
+    except EngineError as error:
+        raise EngineError(
+            "there is no pinned host memory for what stages hand on to other nodes",
+            code=error.code,
+            needed=error.needed,
+            found=error.found,
+            fix="a larger memory limit of the container, or a smaller --max-num-batched-tokens",
+        ) from error

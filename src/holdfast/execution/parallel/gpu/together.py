@@ -3,6 +3,7 @@ the rest, or one of the two alone."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -74,8 +75,9 @@ class JoinedGpus:
             one.give_up()
 
     def close(self) -> None:
-        for one in self._each():
-            one.close()
+        with contextlib.ExitStack() as all_of_them:  # Also where one of them fails.
+            for one in self._each():
+                all_of_them.callback(one.close)
 
 
 class SmallAndLarge:

@@ -16,7 +16,7 @@ import torch.distributed
 
 from holdfast.errors import EngineDiedError, EngineError
 from holdfast.execution.parallel.segment import LOOK_NS, Watch
-from holdfast.execution.parallel.sockets.listen import listen_at
+from holdfast.execution.parallel.sockets.listen import OPEN_PORTS, listen_at
 
 TIMEOUT_S = 60.0
 """To find one another."""
@@ -28,17 +28,27 @@ Store: TypeAlias = torch.distributed.Store
 
 
 def open_store(port: int | None, size: int, host: str = LOOPBACK) -> torch.distributed.TCPStore:
-    """Where ranks find one another: the first one's (None), or that one's by its port. It listens at `host` alone."""
+    """Where ranks find one another: the first one's (None), or that one's by its port. It listens at `host` alone.
+    Raises EngineError where it is not reached."""
     own = listen_at(host) if port is None else None
-    return torch.distributed.TCPStore(
-        host,
-        port or (0 if own is None else own.getsockname()[1]),
-        size,
-        is_master=own is not None,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=TIMEOUT_S),
-        master_listen_fd=None if own is None else own.detach(),
-    )
+    place = port or (0 if own is None else own.getsockname()[1])
+    try:
+        return torch.distributed.TCPStore(
+            host,
+            place,
+            size,
+            is_master=own is not None,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=TIMEOUT_S),
+            master_listen_fd=None if own is None else own.detach(),
+        )
+    except RuntimeError as error:
+        raise EngineError(
+            f"rank 0 is not reached at {host} port {place}, where ranks find one another",
+            needed=f"an answer within {TIMEOUT_S:g} s",
+            found=str(error).splitlines()[0],
+            fix=OPEN_PORTS,
+        ) from error
 
 
 def _await_all(store: torch.distributed.Store, size: int, timeout_s: float, watch: Watch) -> None:
