@@ -403,6 +403,21 @@ def test_too_small_a_budget_is_kept_to_as_far_as_it_goes(spec: ModelSpec, monkey
     assert again.gpu.process <= granted.budget_bytes
 
 
+def test_a_budget_of_which_others_took_a_part_is_told_as_it_is_kept_to(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When layers had come for it already, and the pool did not become larger."""
+    start = Start(FakeGpu(), monkeypatch, spec, vram="20GiB")
+    plan, report, arbiter = start.run()
+    granted = msgspec.structs.replace(arbiter.granted(), budget_bytes=22 * GIB)
+    now = with_vram(start.serving(plan, report), VramBudget(budget_bytes=24 * GIB), 24 * GIB, granted)
+    (said,) = [line for line in now.info.lowered if line.startswith("budget = ")]
+    assert said.startswith("budget = 22.00 GiB (measured): 24.00 GiB was requested, but others took memory of the GPU")
+    assert now.config.vram == 22 * GIB
+    same = with_vram(now, VramBudget(budget_bytes=22 * GIB), 22 * GIB, granted)
+    assert not [line for line in same.info.lowered if line.startswith("budget = ")]
+
+
 def test_a_budget_that_is_not_there_changes_nothing(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = FakeGpu()
     start = Start(gpu, monkeypatch, spec, vram="20GiB")
