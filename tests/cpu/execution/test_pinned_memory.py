@@ -7,9 +7,11 @@ import errno
 import mmap
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -126,6 +128,14 @@ def test_no_more_than_a_piece_or_two_is_touched_ahead_of_the_driver(monkeypatch:
     """The system gives what is touched at once: a driver that refuses, or RAM that others take, is seen before."""
     monkeypatch.setattr(pinned_memory, "AHEAD_BYTES", 4 * PAGE)
     touched, pinned, most = list[int](), list[int](), list[int]()
+
+    class AtOnce(pinned_memory.ThreadPoolExecutor):
+        def submit(self, fn: Callable[..., Any], /, *given: Any, **named: Any) -> Future[Any]:
+            done = super().submit(fn, *given, **named)
+            done.result(PATIENCE_S)
+            return done
+
+    monkeypatch.setattr(pinned_memory, "ThreadPoolExecutor", AtOnce)
 
     def pin(address: int, nbytes: int) -> int:
         pinned.append(nbytes)
