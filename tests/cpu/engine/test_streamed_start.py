@@ -139,6 +139,33 @@ def test_the_host_has_mlps_where_two_layers_or_more_are_streamed(
 
 
 @pytest.mark.usefixtures("simulated")
+def test_mlps_of_the_host_keep_to_one_engines_share_and_leave_kv_pages_theirs(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build_gpu.native, "available", lambda: True)
+    monkeypatch.setattr(build_gpu, "ram", lambda: host(40 * GIB))
+    plan = planned(config)
+    plan = replace(plan, own=replace(plan.engine, kv_ram_bytes=GIB))
+    layers = started(config, plan)
+    every: list[Any] = [SimpleNamespace(nbytes=9, mlp=SimpleNamespace(nbytes=7)) for _ in range(4)]
+    norm = SimpleNamespace(weight=torch.zeros(1))
+    weights: Any = SimpleNamespace(slots=layers, layers=every, dtype=torch.bfloat16, final_norm=norm)
+
+    def room_bytes(**settings: Any) -> int:
+        hosts = build_gpu._host_mlps(replace(config, **settings), plan, from_config(UNTIED), None, weights)  # type: ignore[arg-type]
+        assert hosts is not None
+        return hosts._offer.room_bytes()
+
+    assert room_bytes() == 36 * GIB - 3 * GIB - GIB
+    assert room_bytes(ram=8 * GIB) == 8 * GIB - layers.pinned_bytes - GIB
+    assert room_bytes(ram=8 * GIB, data_parallel_size=2) == 4 * GIB - layers.pinned_bytes - GIB
+    assert room_bytes(data_parallel_size=2) == 18 * GIB - 3 * GIB - GIB
+    layers.kv_to_come = lambda: 0  # All of it is pinned: what is free is without it.
+    assert room_bytes() == 36 * GIB - 3 * GIB
+    layers.close()
+
+
+@pytest.mark.usefixtures("simulated")
 def test_ram_for_layers_that_leave_is_what_mlps_of_the_host_leave(config: EngineConfig) -> None:
     plan = planned(replace(config, ram=8 * GIB))
     layers = started(config, plan)
