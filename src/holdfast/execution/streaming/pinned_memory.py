@@ -269,7 +269,7 @@ def _is_near(pieces: Sequence[torch.Tensor], number: int, coming: Sequence[int])
 
 def _absent_bytes(piece: torch.Tensor) -> int:
     """What the system would have to give for it now."""
-    pages = torch.empty(-(-piece.nbytes // mmap.PAGESIZE), dtype=torch.uint8)
+    pages = torch.empty(-(-piece.nbytes // mmap.PAGESIZE), dtype=torch.uint8, device="cpu")
     if _libc.mincore(piece.data_ptr(), piece.nbytes, pages.data_ptr()):
         return piece.nbytes
     return int((pages & 1 == 0).sum()) * mmap.PAGESIZE
