@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +15,8 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from deadlines import PATIENCE_S
+from simulated_copies import SimulatedCopies
 
 from holdfast.config import EngineConfig
 from holdfast.engine.process.budget import Serving, asked_vram, balanced, breathed, with_vram
@@ -21,6 +27,9 @@ from holdfast.errors import DoesNotFitError
 from holdfast.execution.gpu.memory import accounting as gpu_memory
 from holdfast.execution.gpu.memory.arbiter import VramArbiter
 from holdfast.execution.gpu.memory.virtual_memory import OUT_OF_MEMORY, RangeError
+from holdfast.execution.streaming.pinned_memory import PinnedMemory
+from holdfast.execution.tiers import gpu as gpu_tiers
+from holdfast.execution.tiers.gpu import GpuPageCopies
 from holdfast.footprint.gpu import GRAPHS_BYTES
 from holdfast.footprint.streamed import page_tables_bytes, with_others_streamed
 from holdfast.hardware import Memory
@@ -30,6 +39,7 @@ from holdfast.observability.decisions import Decision
 from holdfast.planner import Plan
 from holdfast.planner.models.variants import planned
 from holdfast.planner.serve.gpu_plan import make_gpu_plan
+from holdfast.planner.sizing.host_ram import LEFT_FREE_BYTES
 from holdfast.records import (
     ExpertsGrant,
     LayersGrant,
@@ -401,6 +411,49 @@ def test_too_small_a_budget_is_kept_to_as_far_as_it_goes(spec: ModelSpec, monkey
     again.config, again.plan = now.config, now.plan
     assert again.run()[0].engine.blocks >= granted.blocks
     assert again.gpu.process <= granted.budget_bytes
+
+
+def test_a_budget_of_which_others_took_a_part_is_told_as_it_is_kept_to(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When layers had come for it already, and the pool did not become larger."""
+    start = Start(FakeGpu(), monkeypatch, spec, vram="20GiB")
+    plan, report, arbiter = start.run()
+    granted = msgspec.structs.replace(arbiter.granted(), budget_bytes=22 * GIB)
+    now = with_vram(start.serving(plan, report), VramBudget(budget_bytes=24 * GIB), 24 * GIB, granted)
+    (said,) = [line for line in now.info.lowered if line.startswith("budget = ")]
+    assert said.startswith("budget = 22.00 GiB (measured): 24.00 GiB was requested, but others took memory of the GPU")
+    assert now.config.vram == 22 * GIB
+    same = with_vram(now, VramBudget(budget_bytes=22 * GIB), 22 * GIB, granted)
+    assert not [line for line in same.info.lowered if line.startswith("budget = ")]
+
+
+def test_ram_for_kv_pages_is_looked_at_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that wakes up, or follows another, has the plan of the first. Weights leave it what is to come."""
+    page, free = 4096, [2 * LEFT_FREE_BYTES, LEFT_FREE_BYTES]
+    unpinned = partial(PinnedMemory, pin=lambda address, nbytes: 0, unpin=lambda addresses, device: None)
+    monkeypatch.setattr(gpu_tiers, "PinnedMemory", unpinned)
+    monkeypatch.setattr(gpu_tiers, "PIECE_BYTES", 4 * page)
+    go, to_come = threading.Event(), list[Callable[[], int]]()
+
+    def ram() -> Memory:
+        assert go.wait(PATIENCE_S)
+        return Memory(total_bytes=GIB, available_bytes=free.pop(0) if free[1:] else free[0], limited_by="machine")
+
+    monkeypatch.setattr(build_gpu, "ram", ram)
+    used = list[GpuPageCopies]()
+    layout = SimpleNamespace(page_bytes=page)
+    runner: Any = SimpleNamespace(device=CPU, link=SimulatedCopies(), use_tiers=used.append, leave_to_kv=to_come.append)
+    plan: Any = SimpleNamespace(engine=SimpleNamespace(layout=layout, kv_ram_bytes=16 * page))
+    assert build_gpu.use_kv_tiers(plan, runner, None) is not None
+    assert to_come[0]() == 16 * page
+    go.set()
+    until_s = time.monotonic() + PATIENCE_S
+    while used[0].host_pages() < 4 or not used[0].host_settled():
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
+    assert (used[0].host_pages(), to_come[0]()) == (4, 0)
+    used[0].close()
 
 
 def test_a_budget_that_is_not_there_changes_nothing(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,11 +25,12 @@ from holdfast.execution.streaming import host_copies
 from holdfast.execution.streaming.pinned_memory import PinnedMemory
 from holdfast.footprint.expert_places import expert_places
 from holdfast.footprint.streamed import with_others_streamed
-from holdfast.hardware import Memory
+from holdfast.hardware import Memory, Resident
 from holdfast.hardware.nvidia import NvidiaGpu
 from holdfast.models import from_config
 from holdfast.planner import Plan
 from holdfast.planner.serve.gpu_plan import make_gpu_plan
+from holdfast.planner.sizing.host_ram import HOST_ENGINE_BYTES
 from holdfast.units import GIB, MIB
 
 CPU = torch.device("cpu")
@@ -88,14 +89,15 @@ def test_ram_that_others_have_taken_since_the_plan_is_not_pinned(
     """An engine that wakes up, or is started again, has the plan of its first start."""
     plan = planned(config)
     assert plan.engine.streamed is not None
-    needed = plan.engine.streamed.pinned_bytes
+    needed = plan.engine.streamed.pinned_bytes + HOST_ENGINE_BYTES - GIB
+    monkeypatch.setattr(streamed_layers, "resident", lambda: Resident(GIB + 70 * MIB, 2 * GIB, 70 * MIB))
     monkeypatch.setattr(streamed_layers, "memory", lambda: host(needed))
     started(config, plan).close()
     monkeypatch.setattr(streamed_layers, "memory", lambda: host(needed - MIB))
     with pytest.raises(DoesNotFitError, match="RAM no longer holds") as caught:
         started(config, plan)
     assert caught.value.code == "HF114"
-    assert str(caught.value.needed).endswith("of pinned RAM for 3 layers")
+    assert str(caught.value.needed).endswith("of pinned RAM for 3 layers, and 2.00 GiB for the engine's process")
     assert str(caught.value.found).endswith("free (machine): 1.00 MiB short")
     # It is planned again with what is free, and starts if that helps.
     tried: list[int] = []
@@ -137,6 +139,33 @@ def test_the_host_has_mlps_where_two_layers_or_more_are_streamed(
 
 
 @pytest.mark.usefixtures("simulated")
+def test_mlps_of_the_host_keep_to_one_engines_share_and_leave_kv_pages_theirs(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build_gpu.native, "available", lambda: True)
+    monkeypatch.setattr(build_gpu, "ram", lambda: host(40 * GIB))
+    plan = planned(config)
+    plan = replace(plan, own=replace(plan.engine, kv_ram_bytes=GIB))
+    layers = started(config, plan)
+    every: list[Any] = [SimpleNamespace(nbytes=9, mlp=SimpleNamespace(nbytes=7)) for _ in range(4)]
+    norm = SimpleNamespace(weight=torch.zeros(1))
+    weights: Any = SimpleNamespace(slots=layers, layers=every, dtype=torch.bfloat16, final_norm=norm)
+
+    def room_bytes(**settings: Any) -> int:
+        hosts = build_gpu._host_mlps(replace(config, **settings), plan, from_config(UNTIED), None, weights)  # type: ignore[arg-type]
+        assert hosts is not None
+        return hosts._offer.room_bytes()
+
+    assert room_bytes() == 36 * GIB - 3 * GIB - GIB
+    assert room_bytes(ram=8 * GIB) == 8 * GIB - layers.pinned_bytes - GIB
+    assert room_bytes(ram=8 * GIB, data_parallel_size=2) == 4 * GIB - layers.pinned_bytes - GIB
+    assert room_bytes(data_parallel_size=2) == 18 * GIB - 3 * GIB - GIB
+    layers.kv_to_come = lambda: 0  # All of it is pinned: what is free is without it.
+    assert room_bytes() == 36 * GIB - 3 * GIB
+    layers.close()
+
+
+@pytest.mark.usefixtures("simulated")
 def test_ram_for_layers_that_leave_is_what_mlps_of_the_host_leave(config: EngineConfig) -> None:
     plan = planned(replace(config, ram=8 * GIB))
     layers = started(config, plan)
@@ -144,6 +173,53 @@ def test_ram_for_layers_that_leave_is_what_mlps_of_the_host_leave(config: Engine
     layers.host_bytes = 5 * MIB
     assert layers._room() == room - 5 * MIB
     layers.close()
+
+
+@pytest.mark.usefixtures("simulated")
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_layers_that_leave_take_nothing_of_what_is_for_kv_pages(
+    by_hand: bool, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of --ram, whoever chose the size; and of what is free, while it is not pinned yet."""
+    of_ram, kv = 8 * GIB, GIB
+    config = replace(config, ram=of_ram, kv_ram=kv if by_hand else None)
+    plan = planned(config)
+    plan = replace(plan, own=replace(plan.engine, kv_ram_bytes=kv))
+    layers = started(config, plan)
+    monkeypatch.setattr(streamed_layers, "memory", lambda: host(40 * GIB))
+    assert layers._room() == of_ram - kv - layers.pinned_bytes
+    monkeypatch.setattr(streamed_layers, "memory", lambda: host(2 * GIB))
+    free = int(0.9 * 2 * GIB)
+    assert layers._room() == free - kv
+    layers.kv_to_come = lambda: 300 * MIB
+    assert layers._room() == free - 300 * MIB
+    layers.kv_to_come = lambda: 0
+    assert layers._room() == free
+    layers.close()
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_experts_that_leave_take_nothing_of_what_is_for_kv_pages(
+    by_hand: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unpinned = partial(PinnedMemory, pin=lambda address, nbytes: 0, unpin=lambda addresses, device: None)
+    monkeypatch.setattr(placed_experts, "PinnedMemory", unpinned)
+    monkeypatch.setattr(placed_experts, "CudaCopies", lambda device: SimulatedCopies())
+    places = expert_places(dict.fromkeys(range(4), 8), 4, dict.fromkeys(range(4), 1), dict.fromkeys(range(4), 8))
+    # What was set for KV pages is not of what experts may take.
+    machine = SimpleNamespace(pinned_bytes=(7 if by_hand else 8) * GIB)
+    engine = SimpleNamespace(expert_places=places, kv_ram_bytes=GIB)
+    plan: Any = SimpleNamespace(engine=engine, question=SimpleNamespace(machine=machine))
+    config = EngineConfig.from_arguments(device="cuda", load_format="dummy", kv_ram=GIB if by_hand else None)
+    experts = placed_experts.device_experts(config, plan, CPU, lambda done, total: None)
+    assert experts is not None
+    monkeypatch.setattr(streamed_layers, "memory", lambda: host(40 * GIB))
+    assert experts._room() == 7 * GIB - experts.pinned_bytes - places.host_bytes
+    monkeypatch.setattr(streamed_layers, "memory", lambda: host(2 * GIB))
+    assert experts._room() == int(0.9 * 2 * GIB) - GIB
+    experts.kv_to_come = lambda: 0
+    assert experts._room() == int(0.9 * 2 * GIB)
+    experts.close()
 
 
 def test_experts_are_not_loaded_for_a_start_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:

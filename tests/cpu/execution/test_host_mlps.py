@@ -263,6 +263,32 @@ def test_an_mlp_in_another_format_leaves_all_to_the_gpu(
     hosts.close()
 
 
+def test_ram_that_others_take_meanwhile_is_not_taken_for_copies(
+    layers: DeviceLayers,
+    mlp: native.ExpertLayer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "holdfast")
+    monkeypatch.setattr(host_mlps, "measure_layers", lambda *given: 1e-9)
+    loaded, free = list[int](), GIB
+
+    def load(layer: int) -> native.ExpertLayer:
+        nonlocal free
+        loaded.append(layer)
+        free = GIB if len(loaded) < 3 else 0
+        return mlp
+
+    offer = replace(offered(range(8), GIB, mlp), load=load, room_bytes=lambda: free)
+    monkeypatch.setattr(host_mlps, "LOADERS", 1)
+    hosts = HostMlps(offer, layers, CPU, lambda sizes, device: unpinned_memory(sizes))
+    hosts.begin()
+    hosts.wait(30)
+    assert (hosts.joined, len(loaded), layers.host_bytes) == (None, 3, 0)
+    assert "the GPU computes all MLPs (other processes took the RAM for them meanwhile)" in caplog.text
+    hosts.close()
+
+
 def test_a_layer_that_came_to_stay_is_the_gpus(
     layers: DeviceLayers, mlp: native.ExpertLayer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,9 +7,11 @@ import errno
 import mmap
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from holdfast.execution.lora.upload import PlaceSender
 from holdfast.execution.streaming import pinned_memory
 from holdfast.execution.streaming.copies import CudaCopies
 from holdfast.execution.streaming.pinned_memory import PinnedMemory, device_address, register, unregister
+from holdfast.execution.tiers.gpu import HostMemory
 from holdfast.observability.codes import explain
 
 GPU = torch.device("cuda", 1)
@@ -119,6 +122,100 @@ def test_ctrl_c_while_pinning_does_not_wait_for_what_is_not_begun(monkeypatch: p
     with pytest.raises(KeyboardInterrupt):
         PinnedMemory([PAGE] * pieces, GPU, pin=pin, unpin=ignored)
     assert len(begun) <= 1 + threads
+
+
+def test_no_more_than_a_piece_or_two_is_touched_ahead_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system gives what is touched at once: a driver that refuses, or RAM that others take, is seen before."""
+    monkeypatch.setattr(pinned_memory, "AHEAD_BYTES", 4 * PAGE)
+    touched, pinned, most = list[int](), list[int](), list[int]()
+
+    class AtOnce(pinned_memory.ThreadPoolExecutor):
+        def submit(self, fn: Callable[..., Any], /, *given: Any, **named: Any) -> Future[Any]:
+            done = super().submit(fn, *given, **named)
+            done.result(PATIENCE_S)
+            return done
+
+    monkeypatch.setattr(pinned_memory, "ThreadPoolExecutor", AtOnce)
+
+    def pin(address: int, nbytes: int) -> int:
+        pinned.append(nbytes)
+        most.append(sum(touched) - sum(pinned[:-1]))
+        return 0
+
+    monkeypatch.setattr(pinned_memory, "_touch", lambda part: touched.append(part.nbytes))
+    for sizes, ahead in (([PAGE] * 20, 4 * PAGE), ([8 * PAGE] * 10, 16 * PAGE)):
+        PinnedMemory(sizes, GPU, pin=pin, unpin=ignored)
+        assert max(most) == ahead
+        for seen in (touched, pinned, most):
+            seen.clear()
+
+
+def there(piece: torch.Tensor) -> int:
+    return piece.nbytes - pinned_memory._absent_bytes(piece)
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+def test_what_is_not_pinned_after_all_is_given_back(in_file: bool) -> None:
+    """But for what a file held before: the next process may find it."""
+    file, size = os.memfd_create("test", os.MFD_CLOEXEC), 16 * PAGE
+    if in_file:
+        os.pwrite(file, b"x" * PAGE, 5 * size + PAGE)
+    mapped, go = list[PinnedMemory](), threading.Event()
+
+    def pin(address: int, nbytes: int) -> int:
+        assert go.wait(PATIENCE_S)
+        return 2 if address >= mapped[0].pieces[2].data_ptr() else 0
+
+    def begun() -> PinnedMemory:
+        return PinnedMemory(
+            [size] * 8, GPU, pin=pin, unpin=ignored, background=range(8), file=file if in_file else None
+        )
+
+    mapped.append(memory := begun())
+    assert memory.to_come_bytes == 8 * size
+    go.set()
+    with pytest.raises(EngineError, match="HF444"):
+        memory.wait(7)
+    assert memory.to_come_bytes == 0
+    found = [there(piece) for piece in memory.pieces]
+    assert found[:5] == [size, size, 0, 0, 0]
+    assert (found[5] >= PAGE) == in_file
+    assert not in_file or os.pread(file, PAGE, 5 * size + PAGE) == b"x" * PAGE
+    assert not in_file or os.fstat(file).st_blocks * 512 == sum(found)
+    memory.close()
+    os.close(file)
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+def test_a_tier_settles_at_what_ram_has_room_for_by_then(in_file: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """What is there already takes no room: pages that were kept while an engine slept."""
+    file, piece, mapped, go = (
+        os.memfd_create("test", os.MFD_CLOEXEC),
+        16 * PAGE,
+        list[PinnedMemory](),
+        threading.Event(),
+    )
+    if in_file:
+        os.pwrite(file, b"x" * piece, 0)
+
+    def room() -> int:
+        assert go.wait(PATIENCE_S)
+        return (50 + in_file * 16) * PAGE - sum(there(one) for one in mapped[0].pieces)
+
+    sizes, of_file = [piece] * 8, file if in_file else None
+    mapped.append(
+        PinnedMemory(sizes, GPU, pin=lambda *_: 0, unpin=ignored, background=range(8), file=of_file, room=room)
+    )
+    go.set()
+    with pytest.raises(EngineError, match=r"RAM has room for 8\.00 KiB more") as caught:
+        mapped[0].wait(7)
+    assert caught.value.code == "HF444"
+    host = HostMemory(mapped[0], PAGE)
+    assert (host.look(), host.settled) == (16 * (3 + in_file), True)
+    assert "the KV tier in RAM stays at" in caplog.text
+    assert sum(there(one) for one in mapped[0].pieces) == host.ready * PAGE
+    host.close()
+    os.close(file)
 
 
 def test_copies_on_its_own_gpu_are_waited_for_before_it_is_given_back(

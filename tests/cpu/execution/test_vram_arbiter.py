@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import random
 import signal
+from collections.abc import Callable
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from simulated_vram import LAYERS, LEAST_BLOCKS, OTHERS, PAGE, STREAMED, ExpertG
 from holdfast.engine.core.kv_balance import GONE_S, KVBalance
 from holdfast.errors import DoesNotFitError, EngineError
 from holdfast.execution.gpu.memory.arbiter import LEAST_SPEED
+from holdfast.execution.gpu.memory.virtual_memory import OUT_OF_MEMORY, RangeError
 from holdfast.execution.streaming.pinned_memory import NOT_PINNED
 from holdfast.records import VramBudget
 
@@ -114,6 +117,61 @@ def test_what_is_not_there_is_refused_and_nothing_changes() -> None:
     gpu.close()
 
 
+def faster(gpu: Gpu) -> Callable[[int], None]:
+    """A neighbour takes all that the pool would grow by, whenever it would."""
+
+    def resize(blocks: int) -> None:
+        if blocks > gpu.kv.blocks:
+            raise RangeError("memory", OUT_OF_MEMORY)
+        gpu.resize_kv(blocks)
+
+    return resize
+
+
+@pytest.mark.parametrize("make", [Gpu, ExpertGpu])
+def test_what_a_neighbour_takes_when_weights_have_come_is_lacking_in_the_pool_and_in_the_budget(
+    make: type[Gpu], caplog: pytest.LogCaptureFixture
+) -> None:
+    gpu = make()
+    asked = VramBudget(budget_bytes=gpu.total)
+    granted = gpu.arbiter.change(asked, LEAST_BLOCKS, faster(gpu))
+    if granted.layers is not None:
+        assert granted.layers.streamed == gpu.layers.streamed == ()
+    else:
+        assert gpu.experts.count == gpu.experts.most_resident
+    assert gpu.budget < granted.budget_bytes == gpu.arbiter.budget_bytes == gpu.told_bytes() < gpu.total
+    assert "the KV pool stays at" in caplog.text
+    with pytest.raises(DoesNotFitError, match="less is free"):  # Nothing moves this time.
+        gpu.arbiter.change(asked, LEAST_BLOCKS, faster(gpu))
+    assert gpu.arbiter.granted() == granted
+    assert gpu.change(gpu.total).budget_bytes == gpu.told_bytes() == gpu.total
+    gpu.close()
+
+
+def test_the_pool_takes_back_the_room_that_it_made_for_what_did_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu()
+    before, asked = gpu.arbiter.granted(), VramBudget(budget_bytes=gpu.budget, kv_bytes=LEAST_BLOCKS * PAGE)
+    monkeypatch.setattr(gpu.layers, "change", Mock(side_effect=EngineError("no more RAM", code=NOT_PINNED)))
+    with pytest.raises(DoesNotFitError, match="RAM does not hold"):
+        gpu.arbiter.change(asked, LEAST_BLOCKS, gpu.resize_kv)
+    assert gpu.arbiter.granted() == before
+    lacking = gpu.arbiter.change(asked, LEAST_BLOCKS, faster(gpu))
+    assert lacking.blocks == gpu.kv.blocks < before.blocks, "and says so where a neighbour has that too"
+    gpu.close()
+
+
+def test_a_layer_that_nothing_lies_behind_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its next step would read addresses without memory: the process ends instead, and another serves on."""
+    gpu = Gpu()
+    gpu.change(gpu.total)
+    assert gpu.layers.streamed == ()
+    ranges = gpu.layers._ranges
+    assert ranges is not None
+    monkeypatch.setattr(ranges, "add_slot", Mock(side_effect=RangeError("memory", OUT_OF_MEMORY)))
+    with pytest.raises(RangeError):
+        gpu.change(gpu.budget)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_any_budgets_are_kept_to_and_every_layer_is_itself(seed: int) -> None:
     gpu, dice = Gpu(), random.Random(seed)
@@ -157,6 +215,30 @@ def test_layers_leave_for_kv_that_is_wanted_and_come_back(caplog: pytest.LogCapt
     assert granted is not None
     assert (len(gpu.layers.streamed), gpu.kv.blocks) == (STREAMED, 40)
     assert balance.look(wants(gpu, 2), 99.0, gpu.resize_kv) is None  # type: ignore[arg-type]
+    gpu.close()
+
+
+@pytest.mark.parametrize("pool_grows", [False, True])
+def test_layers_whose_room_a_neighbour_took_come_back_when_it_has_left(
+    pool_grows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`pool_grows`: the neighbour leaves some before, which the pool has first."""
+    gpu = Gpu()
+    balance, whole = KVBalance(gpu.arbiter), gpu.driver.whole(gpu.size) // PAGE
+    assert balance.look(wants(gpu, 35 + whole), 1.0, faster(gpu)) is not None  # type: ignore[arg-type]
+    assert (len(gpu.layers.streamed), gpu.kv.blocks) == (STREAMED + 1, 40)
+    assert gpu.arbiter.budget_bytes == gpu.budget, "which others may leave it again"
+    resize = gpu.resize_kv if pool_grows else faster(gpu)
+    with monkeypatch.context() as meanwhile:
+        refuse = Mock(side_effect=RangeError("memory", OUT_OF_MEMORY))
+        meanwhile.setattr(gpu.layers._ranges, "own", refuse)
+        for second in range(2, 30):
+            balance.look(wants(gpu, 2), float(second), resize)  # type: ignore[arg-type]
+        assert refuse.called
+    assert (len(gpu.layers.streamed), gpu.kv.blocks) == (STREAMED + 1, 40 + pool_grows * whole)
+    for second in range(30, 50):
+        balance.look(wants(gpu, 2), float(second), gpu.resize_kv)  # type: ignore[arg-type]
+    assert (len(gpu.layers.streamed), gpu.kv.blocks) == (STREAMED, 40)
     gpu.close()
 
 

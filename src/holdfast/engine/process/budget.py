@@ -192,15 +192,20 @@ def with_vram(now: Serving, asked: VramBudget, vram: int | None, granted: VramGr
     if (sizes := _sizes(granted, plan.engine.kv_ram_bytes)) is not None:
         rank = replace(rank, terms=tuple(replace(one, nbytes=sizes.get(one.name, one.nbytes)) for one in rank.terms))
     why = describe_budget(rank, plan.utilization)
+    lacking = vram is not None and budget < asked.budget_bytes
     if short:
         kept = f"weights, workspaces and one sequence of {counted(limits.max_model_len, 'token')}"
         why = f"{format_bytes(asked.budget_bytes)} was requested, but {kept} stay: the least that can be kept to"
+    if lacking:
+        took = "others took memory of the GPU meanwhile: ask again when they have left"
+        why = f"{format_bytes(asked.budget_bytes)} was requested, but {took}"
+    source = "measured" if short or lacking or vram is None else "set"
     pool = f"{format_bytes(granted.blocks * layout.page_bytes)} ({counted(granted.blocks, 'block')})"
     decisions = (
         *(decision for decision in plan.decisions if decision.field not in _replaced(granted)),
         *([] if layers is None else [_streamed_decision(plan, layers)]),
         *([] if experts is None else [_experts_decision(plan, experts)]),
-        Decision("budget", format_bytes(budget), why, "measured" if short or vram is None else "set", lowered=short),
+        Decision("budget", format_bytes(budget), why, source, lowered=short or lacking),
         Decision("kv_pool", pool, "what the budget leaves of what is measured", "measured"),
     )
     others = sum(term.nbytes for term in rank.terms)

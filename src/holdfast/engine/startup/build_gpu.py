@@ -51,6 +51,8 @@ from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
 from holdfast.planner import Plan, largest_pool, settle_pool
 from holdfast.planner.serve.kv_store_ram import store_terms
+from holdfast.planner.serve.shares.engines import one_share, ram_share
+from holdfast.planner.sizing.host_ram import may_be_pinned
 from holdfast.records import LowerTier, MemoryReport, MemoryTerm
 from holdfast.units import GIB, format_bytes
 
@@ -238,7 +240,8 @@ def use_kv_tiers(plan: Plan, runner: GpuRunner, store: Store | None, tier_file: 
     host = disk = None
     places = staging_places(page)
     if kv_ram_bytes:
-        host = HostMemory.pinned(kv_ram_bytes, page, device, tier_file)
+        host = HostMemory.pinned(kv_ram_bytes, page, device, tier_file, lambda: may_be_pinned(ram().available_bytes))
+        runner.leave_to_kv(host.to_come_bytes)
     if store is not None:
         disk = DiskPlaces.pinned(store, page, places, device)
     # Where weights come too, pages go behind them, over the same link.
@@ -340,7 +343,7 @@ def _load(
             quantize=plan.engine.quantize,
             progress=lambda done, total: progress("load", done, total),
             slots=device_layers(config, plan, device, pinned),
-            experts=device_experts(plan, device, pinned),
+            experts=device_experts(config, plan, device, pinned),
             arrange=partial(arrange_layer, dtype=DTYPES[plan.dtype], device=device),
         )
         if loaded is not None and weights.experts is not None:
@@ -369,9 +372,10 @@ def _host_mlps(
         return None
 
     def room_bytes() -> int:
-        kv_ram = plan.engine.kv_ram_bytes
-        free = int(ram().available_bytes * RAM_SHARE) - RAM_KEPT_BYTES - kv_ram
-        return free if config.ram is None else min(free, config.ram - slots.pinned_bytes - kv_ram)
+        free = one_share(ram(), config.data_parallel_size).available_bytes
+        free = int(free * RAM_SHARE) - RAM_KEPT_BYTES - slots.kv_to_come()
+        share = ram_share(config)
+        return free if share is None else min(free, share - slots.pinned_bytes - plan.engine.kv_ram_bytes)
 
     def load(layer: int) -> native.ExpertLayer | None:
         with contextlib.nullcontext() if config.load_format == "dummy" else open_checkpoint(files) as checkpoint:

@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from holdfast.checkpoints.checkpoint import Checkpoint
-from holdfast.engine.startup.streamed_layers import check_ram
+from holdfast.config import EngineConfig
+from holdfast.engine.startup.streamed_layers import check_ram, layers_share, room_for_more
 from holdfast.execution.device import DTYPES, Device
 from holdfast.execution.native import ExpertLayer
 from holdfast.execution.streaming.copies import CudaCopies
@@ -23,7 +24,6 @@ from holdfast.hardware import memory, processor
 from holdfast.models import ModelSpec
 from holdfast.planner import Plan
 from holdfast.planner.fit.expert_placement import exchange_bytes
-from holdfast.planner.sizing.host_ram import host_budget
 from holdfast.records import LowerTier, MemoryTerm
 from holdfast.units import counted, format_bytes
 
@@ -32,7 +32,9 @@ log = logging.getLogger("holdfast")
 PAGE_BYTES = 4096
 
 
-def device_experts(plan: Plan, device: Device, progress: Callable[[int, int], None]) -> DeviceExperts | None:
+def device_experts(
+    config: EngineConfig, plan: Plan, device: Device, progress: Callable[[int, int], None]
+) -> DeviceExperts | None:
     """None: all experts stay on the GPU, or whole layers come. `progress`: of the bytes that are pinned."""
     places = plan.engine.expert_places
     if places is None:
@@ -40,17 +42,21 @@ def device_experts(plan: Plan, device: Device, progress: Callable[[int, int], No
     what = f"the experts of {counted(len(places.layers), 'layer')}"
     check_ram(places.pinned_bytes + places.host_bytes, what)
     log.info("pinning %s of RAM for %s", format_bytes(places.pinned_bytes), what)
-    most, held = plan.question.machine.pinned_bytes, list[weakref.ref[DeviceExperts]]()
+    share, held = layers_share(config, plan), list[weakref.ref[DeviceExperts]]()
 
     def room() -> int:
-        """Of RAM that may still be pinned: of the server's share, and of what is free now."""
-        now, free = held[0](), host_budget(memory().available_bytes)
-        taken = 0 if now is None else now.pinned_bytes + now.exchange_bytes + places.host_bytes
-        return free if most is None else max(0, min(free, most - taken))
+        """Of RAM that may still be pinned."""
+        now = held[0]()
+        assert now is not None, "who asks has it"
+        return room_for_more(share, now.pinned_bytes + now.exchange_bytes + places.host_bytes, now.kv_to_come())
 
     # One layer's after the other, while those of the first are loaded.
-    pinned = PinnedMemory(places.pinned_sizes, device, progress, background=range(len(places.layers)))
+    order = range(len(places.layers))
+    pinned = PinnedMemory(
+        places.pinned_sizes, device, progress, background=order, room=lambda: memory().available_bytes
+    )
     made = DeviceExperts(places, device, CudaCopies(device), pinned, room=room)
+    made.kv_to_come = lambda: plan.engine.kv_ram_bytes
     held.append(weakref.ref(made))
     return made
 

@@ -18,10 +18,10 @@ from holdfast.execution.streaming.device_layers import DeviceLayers
 from holdfast.execution.streaming.disk.layer_file import LayerFile
 from holdfast.execution.streaming.layer_slots import LayerSlots
 from holdfast.execution.streaming.pinned_memory import PinnedMemory
-from holdfast.hardware import memory
+from holdfast.hardware import memory, resident
 from holdfast.planner import Plan
 from holdfast.planner.serve.refusals import RAM_IS_SHORT
-from holdfast.planner.sizing.host_ram import host_budget
+from holdfast.planner.sizing.host_ram import HOST_ENGINE_BYTES, host_budget
 from holdfast.records import LowerTier, MemoryTerm
 from holdfast.units import counted, format_bytes
 
@@ -56,30 +56,51 @@ def device_layers(
     log.info("pinning %s of RAM for %d layers", format_bytes(streamed.pinned_bytes), len(streamed.layers))
     sizes, layers = streamed.pinned_sizes, len(streamed.in_ram)
     # What the first layers are loaded with comes first; the others are pinned while these are loaded.
-    pinned = PinnedMemory(sizes, device, progress, background=[*range(layers, len(sizes)), *range(layers)])
+    order = [*range(layers, len(sizes)), *range(layers)]
+    pinned = PinnedMemory(sizes, device, progress, background=order, room=lambda: memory().available_bytes)
     ranges = None if streamed.resident_sizes is None else LayerRanges(streamed.all_sizes, device)
-    most, held = plan.question.machine.pinned_bytes, list[weakref.ref[DeviceLayers]]()
+    share, held = layers_share(config, plan), list[weakref.ref[DeviceLayers]]()
 
     def room() -> int:
-        """Of RAM that may still be pinned: of the server's share, and of what is free now."""
-        now, free = held[0](), host_budget(memory().available_bytes)
-        taken = 0 if now is None else now.pinned_bytes + now.host_bytes
-        return free if most is None else max(0, min(free, most - taken))
+        """Of RAM that may still be pinned."""
+        now = held[0]()
+        assert now is not None, "who asks has it"
+        return room_for_more(share, now.pinned_bytes + now.host_bytes, now.kv_to_come())
 
     made = DeviceLayers(streamed, device, CudaCopies(device), pinned, file, ranges, room)
+    made.kv_to_come = lambda: plan.engine.kv_ram_bytes
     held.append(weakref.ref(made))
     return made
 
 
+def layers_share(config: EngineConfig, plan: Plan) -> int | None:
+    """Of RAM, what layers or experts may take of the server's share: without what KV pages have of it. None: it has
+    none, but what is free."""
+    most = plan.question.machine.pinned_bytes
+    # What was set for KV pages is left out already; a default was chosen when layers were placed.
+    return most if most is None or config.kv_ram_bytes is not None else most - plan.engine.kv_ram_bytes
+
+
+def room_for_more(share: int | None, taken_bytes: int, to_come_bytes: int) -> int:
+    """Of RAM that may still be pinned while the server runs: of the share, of which so much is taken, and of what is
+    free now, of which so much will be."""
+    free = host_budget(memory().available_bytes) - to_come_bytes
+    return max(0, free if share is None else min(free, share - taken_bytes))
+
+
 def check_ram(pinned_bytes: int, what: str) -> None:
-    """That it is there now: the plan may be of another day, before the engine slept or was started again."""
-    host = memory()
-    short = pinned_bytes - host.available_bytes
+    """That it is there now, beside what this process will still take for itself: the plan may be of another day, before
+    the engine slept or was started again."""
+    host, own = memory(), resident()
+    held = 0 if own is None else own.now_bytes - own.files_bytes
+    beside = max(0, HOST_ENGINE_BYTES - held)
+    short = pinned_bytes + beside - host.available_bytes
     if short > 0:
         raise DoesNotFitError(
             "RAM no longer holds what does not fit on the GPU: pinned, it would leave the machine without memory",
             code=RAM_IS_SHORT,
-            needed=f"{format_bytes(pinned_bytes)} of pinned RAM for {what}",
+            needed=f"{format_bytes(pinned_bytes)} of pinned RAM for {what}, and {format_bytes(beside)} for the engine's"
+            " process",
             found=f"{format_bytes(host.available_bytes)} free ({host.limited_by}): {format_bytes(short)} short",
             fix="stop what else takes RAM, or --nvme-path DIR on a fast disk with room for them",
             field="nvme_path",

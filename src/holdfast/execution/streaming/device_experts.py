@@ -88,6 +88,8 @@ class DeviceExperts:
         self._copies, self.link, self._memory, self.few_tokens = copies, copies, memory, few_tokens
         self._device, self._room = device, room
         self.host: ExpertHost | None = None
+        self.kv_to_come: Callable[[], int] = lambda: 0
+        """Bytes of RAM that will still be pinned, for KV pages."""
         self._number = {layer: number for number, layer in enumerate(places.layers)}
         self._layers, self._resident, self._sizes = places.layers, list(places.resident), list(places.pinned_sizes)
         self._pieces = list(memory.pieces)

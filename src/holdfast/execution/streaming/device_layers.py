@@ -110,6 +110,7 @@ class DeviceLayers:
         """Whose second halves stay where they wait, in the step that is launched: the host computes from them."""
         self.host_bytes = 0
         """Of RAM, for what it computes from."""
+        self.kv_to_come: Callable[[], int] = lambda: 0  # Bytes of RAM that will still be pinned, for KV pages.
 
     @property
     def nbytes(self) -> int:

@@ -42,6 +42,7 @@ LOADERS, WHILE_LOADED = 4, 3
 unpacked to a byte a code."""
 
 STOPPED, NOT_READ = "the engine was stopped before they were copied", "compiled kernels do not read them"
+TAKEN = "other processes took the RAM for them meanwhile"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +111,8 @@ class HostMlps:
         self.joined: Joined | None = None
         """None: the GPU computes all."""
         self._now: Mapping[int, LayerExchange] = {}
+        self._why_not = NOT_READ
+        """Some were not copied last."""
         self._stopping, self._thread = (
             threading.Event(),
             threading.Thread(target=self._run, name="host-mlps", daemon=True),
@@ -196,7 +199,7 @@ class HostMlps:
             return f"RAM has room for {counted(room, 'MLP')} of {size} beside what is pinned"
         kept = self._loaded(trial)
         if len(kept) < len(trial):
-            return STOPPED if self._stopping.is_set() else NOT_READ
+            return self._why_not
         sizes = [size for size in FEW_SIZES if size < 2 * offer.tokens]  # Steps are padded, at most so far.
         with ComputeThreads(offer.threads, own=True).computing():
             taken_s = {size: measure_layers(list(kept.values()), 1, size, offer.dtype) for size in sizes}
@@ -214,7 +217,7 @@ class HostMlps:
         self._streamed.host_bytes = len(layers) * offer.mlp_bytes
         kept |= self._loaded([layer for layer in layers if layer not in kept])
         if not all(layer in kept for layer in layers):
-            return STOPPED if self._stopping.is_set() else NOT_READ
+            return self._why_not
         reason = (
             f"the host computes the MLPs of {counted(len(layers), 'streamed layer')} in steps of up to"
             f" {counted(few, 'token')} on {counted(offer.threads, 'thread')}, expected {gains[1]:.2f}x as fast:"
@@ -234,10 +237,16 @@ class HostMlps:
         return Joined(host, dict(zip(layers, host.exchanges, strict=True)), few, reason)
 
     def _loaded(self, layers: Sequence[int]) -> dict[int, ExpertLayer]:
-        """Without those that compiled products do not read, and what is not begun when this is closed."""
+        """Without those that compiled products do not read, what is not begun when this is closed, and what RAM has no
+        room for by then: `_why_not` says which."""
+        self._why_not = NOT_READ
 
         def load(layer: int) -> ExpertLayer | None:
-            return None if self._stopping.is_set() else self._offer.load(layer)
+            if self._offer.room_bytes() < WHILE_LOADED * self._offer.mlp_bytes:
+                self._why_not = TAKEN
+            if self._stopping.is_set():
+                self._why_not = STOPPED
+            return None if self._why_not != NOT_READ else self._offer.load(layer)
 
         with ThreadPoolExecutor(min(LOADERS, max(1, len(layers))), "host-mlp") as pool:
             made = dict(zip(layers, pool.map(load, layers), strict=True))

@@ -1,7 +1,9 @@
 """Host memory that a GPU's copy engine reads straight from: an exact mapping, touched by several threads and registered
 with the driver piece by piece. torch's own pinned memory is rounded up to powers of two.
 
-The system takes it back however the process ends. Knows nothing of layers.
+What is touched is taken from the system at once, so no more than a piece or two is touched ahead of the driver, and
+where that is asked for none that RAM has no room for by then. The system takes it back however the process ends. Knows
+nothing of layers.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import mmap
 import os
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext, suppress
@@ -30,10 +33,12 @@ log = logging.getLogger("holdfast")
 TOUCHED_BYTES = 32 << 20
 """By one thread at a time."""
 MOST_THREADS = 16
+AHEAD_PIECES, AHEAD_BYTES = 2, MOST_THREADS * TOUCHED_BYTES
+"""Touched and not pinned yet: so many pieces, and more small ones, as many as there is work for all threads."""
 PROGRESS_S = 0.25
 """Between two calls of it while pinning is waited for."""
-DONT_NEED = 4
-"""Of madvise: the system has its pages back."""
+DONT_NEED, REMOVE = 4, 9
+"""Of madvise: the system has its pages back; those of a file as well."""
 POPULATE_WRITE = 23
 """Of madvise, on Linux: the pages are there when it returns."""
 NOT_PINNED = "HF444"
@@ -42,6 +47,7 @@ MAPPED = 2
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+_libc.mincore.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p
 
 Pinning = Callable[[int, int], int]
 """(address, bytes): CUDA's error, 0 where there is none."""
@@ -96,7 +102,8 @@ class PinnedMemory:
     """`sizes`: of pieces, each whole pages; `pieces` are tensors of bytes. `device`: which reads them. `background`:
     the numbers of all pieces in the order in which a thread pins them, and each may be used once it was waited for;
     None: all are pinned when this returns. `file`: the memory is its own, and what it holds stays; None: it is
-    nobody else's. `pin` and `unpin`: for tests."""
+    nobody else's. `room`: bytes of RAM that it may still take, asked before each piece; None: as many as it has. `pin`
+    and `unpin`: for tests."""
 
     def __init__(
         self,
@@ -107,6 +114,7 @@ class PinnedMemory:
         unpin: Unpinning = unregister,
         background: Sequence[int] | None = None,
         file: int | None = None,
+        room: Callable[[], int] | None = None,
     ) -> None:
         self.nbytes, self._progress = sum(sizes), progress
         self._unpin, self._device = unpin, device
@@ -119,8 +127,8 @@ class PinnedMemory:
         self._end = weakref.finalize(self, _give_back, stop, threads, unpin, self._pinned, device, self.pieces)
         self._end.atexit = False  # The driver does it then.
         order = range(len(sizes)) if background is None else background
-        touch = _touch if file is None else _touch_kept
-        work = partial(_pin_all, self.pieces, list(order), self._pin, self._pinned, self._done, stop, touch=touch)
+        kept, done = file is not None, self._done
+        work = partial(_pin_all, self.pieces, list(order), self._pin, self._pinned, done, stop, kept=kept, room=room)
         if background is not None and sizes:
             threads.append(threading.Thread(target=work, name="pinning", daemon=True))
             threads[0].start()
@@ -146,6 +154,11 @@ class PinnedMemory:
         self._done[number].result()
         return True
 
+    @property
+    def to_come_bytes(self) -> int:
+        """Of pieces that are not pinned yet, and may still be."""
+        return sum(piece.nbytes for piece, one in zip(self.pieces, self._done, strict=False) if not one.done())
+
     def _tell(self) -> None:
         if self._progress is not None:
             done = sum(piece.nbytes for piece, one in zip(self.pieces, self._done, strict=False) if one.done())
@@ -154,7 +167,7 @@ class PinnedMemory:
     def add(self, nbytes: int) -> torch.Tensor:
         """One piece more. Raises EngineError where the system or the driver does not give it."""
         (piece,), done = _mapped([nbytes]), Future[None]()
-        _pin_all([piece], [0], self._pin, self._pinned, [done], threading.Event(), touch=_touch)
+        _pin_all([piece], [0], self._pin, self._pinned, [done], threading.Event())
         done.result()
         self.pieces.append(piece)
         self.nbytes += nbytes
@@ -202,15 +215,31 @@ def _pin_all(
     stop: threading.Event,
     tell: Callable[[], None] = lambda: None,
     *,
-    touch: Callable[[torch.Tensor], None],
+    kept: bool = False,
+    room: Callable[[], int] | None = None,
 ) -> None:
-    """One by one, while threads touch those that come next. Whatever goes wrong is the result of all that are left;
-    an interruption is raised as well."""
-    finished = 0
+    """One by one, while threads touch those that come next. Whatever goes wrong is the result of all that are left, and
+    what was touched of them is given back; an interruption is raised as well."""
+    finished, left, coming = 0, deque(order), deque[tuple[int, list[Future[None]]]]()
+    taken = set[int]()
+    """Pieces that the system had nothing of before."""
+    touch = _touch_kept if kept else _touch
     try:
         with _touching() as threads:
-            touched = [[threads.submit(touch, part) for part in pieces[at].split(TOUCHED_BYTES)] for at in order]
-            for at, parts in zip(order, touched, strict=True):
+            while left or coming:
+                while left and _is_near(pieces, left[0], [at for at, _ in coming]):
+                    absent = _absent_bytes(pieces[left[0]]) if kept or room is not None else pieces[left[0]].nbytes
+                    if room is not None:
+                        needed = absent + sum(_absent_bytes(pieces[at]) for at, _ in coming)
+                        if needed > (there := room()):
+                            if coming:  # It is known better when they are there.
+                                break
+                            raise _no_room(needed, there)
+                    at = left.popleft()
+                    if absent == pieces[at].nbytes:
+                        taken.add(at)
+                    coming.append((at, [threads.submit(touch, part) for part in pieces[at].split(TOUCHED_BYTES)]))
+                at, parts = coming.popleft()
                 for part in parts:
                     part.result()
                 if stop.is_set():
@@ -222,11 +251,28 @@ def _pin_all(
                 done[at].set_result(None)
                 tell()
     except BaseException as error:
+        # Pages that a file held before may be what the process after this one is to find.
+        for at in taken:
+            if not done[at].done():
+                _libc.madvise(pieces[at].data_ptr(), pieces[at].nbytes, REMOVE if kept else DONT_NEED)
         for one in done:
             if not one.done():
                 one.set_exception(error)
         if not isinstance(error, Exception):
             raise
+
+
+def _is_near(pieces: Sequence[torch.Tensor], number: int, coming: Sequence[int]) -> bool:
+    """Whether this one is touched beside those that are not pinned yet."""
+    return len(coming) < AHEAD_PIECES or sum(pieces[at].nbytes for at in (number, *coming)) <= AHEAD_BYTES
+
+
+def _absent_bytes(piece: torch.Tensor) -> int:
+    """What the system would have to give for it now."""
+    pages = torch.empty(-(-piece.nbytes // mmap.PAGESIZE), dtype=torch.uint8, device="cpu")
+    if _libc.mincore(piece.data_ptr(), piece.nbytes, pages.data_ptr()):
+        return piece.nbytes
+    return int((pages & 1 == 0).sum()) * mmap.PAGESIZE
 
 
 def _give_back(
@@ -335,6 +381,16 @@ def _not_given(nbytes: int, error: int) -> EngineError:
         needed=f"{format_bytes(nbytes)} more",
         found=os.strerror(error),
         fix="--device cuda with a smaller --ram and --nvme-path, or a larger memory limit of the container",
+    )
+
+
+def _no_room(nbytes: int, room: int) -> EngineError:
+    return EngineError(
+        f"RAM has room for {format_bytes(room)} more by now",
+        code=NOT_PINNED,
+        needed=f"{format_bytes(nbytes)}, to be pinned",
+        found=f"{format_bytes(room)}, which others left of what is free",
+        fix="stop what else takes RAM, and restart",
     )
 
 

@@ -54,16 +54,27 @@ class HostMemory:
         """`ready`: pages that may be used."""
 
     @classmethod
-    def pinned(cls, nbytes: int, page_bytes: int, device: torch.device, file: int | None = None) -> HostMemory:
+    def pinned(
+        cls,
+        nbytes: int,
+        page_bytes: int,
+        device: torch.device,
+        file: int | None = None,
+        room: Callable[[], int] | None = None,
+    ) -> HostMemory:
         """In pieces of whole pages, of the system and of the pool; what is left over is not taken. `file`: whose memory
-        it is."""
+        it is. `room`: bytes of RAM that there are for it still; None: all."""
         piece = piece_bytes(nbytes, page_bytes)
         pieces = max(1, nbytes // piece)
-        return cls(PinnedMemory([piece] * pieces, device, background=range(pieces), file=file), page_bytes)
+        return cls(PinnedMemory([piece] * pieces, device, background=range(pieces), file=file, room=room), page_bytes)
 
     @property
     def nbytes(self) -> int:
         return self._pinned.nbytes
+
+    def to_come_bytes(self) -> int:
+        """Of RAM, that will still be taken."""
+        return self._pinned.to_come_bytes
 
     def look(self) -> int:
         """How many are ready by now."""

@@ -13,6 +13,9 @@ assumption on the safe side."""
 HOST_SHARE = 0.9
 """Of the RAM that is free, where --ram is not set: what is left is for the page cache and for neighbours."""
 
+LEFT_FREE_BYTES = 512 * MIB
+"""Of the RAM that is free while a server runs and pins more of it: its processes take some now and then."""
+
 KV_RAM_SHARE = 0.25
 """Of the RAM that a server leaves free, for KV pages where nothing was said: nobody asked for it, it cannot be swapped
 out, and another server that starts beside this one finds three quarters of it."""
@@ -46,3 +49,8 @@ def server_bytes(
 def host_budget(free_bytes: int) -> int:
     """Of the whole server, where --ram does not say what tiers may take."""
     return int(free_bytes * HOST_SHARE)
+
+
+def may_be_pinned(free_bytes: int) -> int:
+    """Of RAM while a server runs, for KV pages: others may have taken what was free when it was planned."""
+    return max(0, host_budget(free_bytes) - LEFT_FREE_BYTES)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 from holdfast.errors import DoesNotFitError, EngineError
@@ -172,29 +173,53 @@ class VramArbiter:
     def change(self, asked: VramBudget, least_blocks: int, resize_kv: Callable[[int], None]) -> VramGrant:
         """Another budget: layers come to stay, or leave, beside the KV that is wanted, and the pool is what they leave.
         Of one that is too small everything is given back that can be: the pool keeps `least_blocks` pages. Raises
-        DoesNotFitError, and changes nothing, where more was asked for than is there. `resize_kv`: moves what must be
+        DoesNotFitError, and changes nothing, where more was asked for than is there. What a neighbour takes when layers
+        have moved already is the pool's lack: what is granted is what is kept to then. `resize_kv`: moves what must be
         kept, then resizes the pool."""
         target = self._target(asked, least_blocks)
-        unaccounted = target.unaccounted
+        unaccounted, placed, blocks = target.unaccounted, self._placed(), self._kv.blocks
 
         def blocks_beside(layers_bytes: int) -> int:
             return self._blocks_beside(asked, target.budget, unaccounted, least_blocks, layers_bytes)
 
+        def resize(pages: int) -> None:
+            try:
+                resize_kv(pages)
+            except RangeError as error:
+                if not error.out_of_memory:
+                    raise
+                raise _not_there(target.budget, target.own, self.memory.held().free_bytes) from error
+
+        budget = target.budget
         try:
+            # A RangeError of layers is no refusal: nothing may be behind one of them then.
             if self._layers is not None:
-                self._move_layers(self._layers, target.streamed, blocks_beside, resize_kv)
+                self._move_layers(self._layers, target.streamed, blocks_beside, resize)
             if self._experts is not None:
-                self._move_experts(self._experts, target.staying, blocks_beside, resize_kv)
+                self._move_experts(self._experts, target.staying, blocks_beside, resize)
                 # Memory of tensors comes and goes in pieces that torch divides.
                 unaccounted = max(unaccounted, (self.memory.told_bytes() or 0) - self._reserved())
-            resize_kv(blocks_beside(self._layers_bytes()))
-        except RangeError as error:
-            if not error.out_of_memory:
+            resize(blocks_beside(self._layers_bytes()))
+        except DoesNotFitError as error:
+            if self._placed() == placed and self._kv.blocks != blocks:
+                with suppress(DoesNotFitError):  # It made room for what did not come.
+                    resize(blocks)
+            if self._placed() == placed and self._kv.blocks == blocks:
                 raise
-            raise _not_there(target.budget, target.own, self.memory.held().free_bytes) from error
-        self.budget_bytes = target.budget
+            # What was in force stays so where it was not to become less: others may leave again.
+            budget = max(self.kept_bytes, min(target.budget, self.budget_bytes))
+            log.warning(
+                "the KV pool stays at %s, of a budget of %s: %s",
+                format_bytes(self._kv.nbytes), format_bytes(budget), error.message,
+            )  # fmt: skip
+        self.budget_bytes = budget
         self.memory.look_again()
         return self.granted()
+
+    def _placed(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Layers that are streamed, and experts that stay."""
+        layers, experts = self._layers, self._experts
+        return () if layers is None else layers.streamed, () if experts is None else experts.resident_counts
 
     def blocks_with(self, asked: VramBudget, least_blocks: int) -> int:
         """Pages that the pool would have after `change`, as far as is known before: memory of tensors comes and goes in
@@ -371,7 +396,8 @@ class VramArbiter:
         layers, needed = self._layers, self._kv.backed_bytes(min(blocks, self._kv.most_blocks))
         if layers is None or not layers.streamed:
             return None
-        streamed, held, kv = layers.streamed, self._layers_bytes(), self._kv.nbytes
+        before = streamed = layers.streamed
+        held, kv = self._layers_bytes(), self._kv.nbytes
         most_moved = layers.moved_with(self._base_streamed or streamed) / LEAST_SPEED
         best, chosen, wanted = kv / layers.moved_bytes * LEAST_GAIN, None, kv
         while (found := layers.one_more(streamed)) is not None and wanted < needed:
@@ -383,28 +409,35 @@ class VramArbiter:
                 best, chosen = min(wanted, needed) / moved, wanted
         if chosen is None:
             return None
-        self._base_streamed = self._base_streamed or layers.streamed
-        return self._balance(chosen, least_blocks, resize_kv, "left for")
+        granted = self._balance(chosen, least_blocks, resize_kv, "left for")
+        if granted is not None:
+            self._base_streamed = self._base_streamed or before
+        return granted
 
     def take_back(self, least_blocks: int, resize_kv: Callable[[int], None]) -> VramGrant | None:
         """Layers that had left for KV come back; None: none had."""
         if self._layers is None or self._wanted_kv <= self._base_kv:
             return None
-        self._base_streamed = ()
-        return self._balance(self._base_kv, least_blocks, resize_kv, "came back, with")
+        granted = self._balance(self._base_kv, least_blocks, resize_kv, "came back, with")
+        if self._wanted_kv <= self._base_kv:
+            self._base_streamed = ()
+        return granted
 
     def _balance(
         self, kv_bytes: int, least_blocks: int, resize_kv: Callable[[int], None], said: str
     ) -> VramGrant | None:
         assert self._layers is not None
-        before, wanted = self.granted(), self._wanted_kv
+        before, wanted, asked = self.granted(), self._wanted_kv, VramBudget(budget_bytes=self.budget_bytes)
         self._wanted_kv = kv_bytes
         try:
-            granted = self.change(VramBudget(budget_bytes=self.budget_bytes), least_blocks, resize_kv)
+            expected = self._target(asked, least_blocks).streamed
+            granted = self.change(asked, least_blocks, resize_kv)
         except DoesNotFitError as error:  # A neighbour, or what else takes RAM: it goes on as it is.
             self._wanted_kv = wanted
             log.warning("the KV pool stays at %s: %s", format_bytes(self._kv.nbytes), error.message)
             return None
+        if len(self._layers.streamed) > len(expected):  # A neighbour took what was theirs: they come back later.
+            self._wanted_kv = wanted
         _say_price(before, granted, said, self._layers.use().possible_bytes_per_s)
         return granted
 

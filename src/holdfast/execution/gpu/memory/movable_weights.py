@@ -4,6 +4,7 @@ nothing."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import msgspec
 
@@ -85,6 +86,11 @@ class MovableWeights(ABC):
     def weights_come(self) -> bool:
         """Whether steps wait for some of them now."""
         return self._coming is not None and self._coming.comes
+
+    def leave_to_kv(self, to_come: Callable[[], int]) -> None:
+        """Bytes of RAM that will still be pinned for KV pages: weights that leave the GPU do not take these."""
+        if self._coming is not None:
+            self._coming.kv_to_come = to_come
 
     @property
     def _coming(self) -> DeviceLayers | DeviceExperts | None:
