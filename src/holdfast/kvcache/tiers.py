@@ -111,11 +111,16 @@ class LowerTiers:
     def spare_pages(self) -> int:
         return min(self.limits.spare_pages, int(self._pool.total * self.limits.spare_share))
 
-    @property
-    def pages_coming(self) -> int:
-        """Pages of the pool that can be had as soon as copies are over, and not before."""
-        pages = (one.page if isinstance(one, PageLoad) else one.source for one in self._copies.values())
-        return sum(self._pool.blocks[page].references == 1 for page in pages)
+    def pages_coming(self, *, soon: bool) -> bool:
+        """There are pages of the pool that can be had as soon as copies are over, and not before. `soon`: without those
+        that wait for a disk, which may hang."""
+        blocks, copies = self._pool.blocks, self._copies.values()
+        return any(
+            blocks[one.page].references == 1 and not (soon and one.tier is Tier.DISK)
+            if isinstance(one, PageLoad)
+            else blocks[one.source].references == 1
+            for one in copies
+        )
 
     @property
     def fetches_over(self) -> int:
