@@ -290,6 +290,11 @@ class LowerTiers:
         if page is not None:
             self._pool.note_saved(self._pool.blocks[page], False)
 
+    def grow_host(self, pages: int) -> None:
+        """To so many pages of RAM, if there are more. What they hold already may have come to the pool meanwhile."""
+        if pages > self.host.total:
+            self.host.grow(pages, self._saved_in_pool)
+
     def _saved_in_pool(self, key: Key) -> bool:
         """It lies in RAM from now on. Says whether the pool has it too."""
         page = self._index.pages(key[0]).get(key[1])
