@@ -50,7 +50,8 @@ class LowerTiers:
         """That were to be loaded, and did not come."""
         self.stored_pages = {Tier.HOST: 0, Tier.DISK: 0}
         self.failed_copies = self.dropped_writes = 0
-        """`dropped_writes`: pages that were to be written to disk when too many waited for it, or it took none."""
+        """`dropped_writes`: pages that were to be written to disk when too many waited for it, or it took none, or that
+        left the pool while they waited."""
         self._loads = PageLoads(pool, index, self.host, groups)
         self._copies: dict[int, PageLoad | BlockCopy] = {}
         """Planned, and not over; of a page that is stored the copy itself."""
@@ -209,7 +210,11 @@ class LowerTiers:
                 self._to_write.move_to_end((group, key))
                 continue
             del self._to_write[group, key]
-            if block is not None and not self.stored.awaits(name):
+            if self.stored.awaits(name):
+                continue
+            if block is None:
+                self.dropped_writes += 1
+            else:
                 yield self._store(block, Tier.DISK, 0, name)
 
     def begin_sparing(self, pages: int) -> None:

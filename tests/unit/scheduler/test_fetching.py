@@ -192,6 +192,28 @@ def test_a_store_that_takes_nothing_is_brought_nothing() -> None:
     assert len(store.pages) >= 18
 
 
+def test_what_leaves_the_pool_before_the_disk_has_room_counts_as_dropped() -> None:
+    store = FakeStore(random.Random(1), most=1000, most_room=0)
+    engine = world(store=store, host_pages=0)
+    for name in ("first", "second"):
+        params = SamplingParams(max_tokens=1, ignore_eos=True)
+        engine.add(Request(request_id=name, prompt_token_ids=PROMPT, params=params))
+        while engine.unfinished:
+            engine.plan()
+            engine.execute()
+    tiers = engine.scheduler.kv.tiers
+    assert tiers is not None
+    for number in range(3):
+        engine.add(Request(request_id=f"{number}", prompt_token_ids=[10 + number] * 50, params=params))
+        while engine.unfinished:
+            engine.plan()
+            engine.execute()
+    waiting = len(tiers._to_write)
+    store._most_room = 1000
+    engine.finish()
+    assert (len(store.pages) + tiers.dropped_writes, tiers.dropped_writes > 0) == (waiting, True)
+
+
 @pytest.mark.parametrize(("most_room", "most_writing"), [(3, 64), (1000, 3)], ids=["queue", "places"])
 def test_a_long_prefix_goes_to_disk_as_it_has_room_and_nothing_is_dropped(most_room: int, most_writing: int) -> None:
     """However little of it waits at once: a queue of 64 MiB is 30 pages of a large model, a prompt a thousand."""
