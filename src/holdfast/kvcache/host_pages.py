@@ -17,6 +17,10 @@ Key = tuple[int, bytes]
 """KV group and chain hash."""
 
 
+def _not_there(key: Key) -> bool:
+    return False
+
+
 class HostPages:
     """`pages` of them; none at first where memory comes later. `evicted` hears of content that is here no longer."""
 
@@ -34,8 +38,8 @@ class HostPages:
         self._arriving: dict[int, Key | None] = {}
         """By page; None: nobody wants it any more."""
         self._awaited: set[Key] = set()
-        self._expected: dict[int, Key] = {}
-        """What pages hold that are to come: see `expect`."""
+        self._expected: dict[Key, int] = {}
+        """Pages that are to come, by what they hold: see `expect`."""
 
     def __len__(self) -> int:
         """Pages with content."""
@@ -63,14 +67,17 @@ class HostPages:
         """It is here, or on its way here."""
         return key in self._index[group] or (group, key) in self._awaited
 
-    def grow(self, pages: int) -> None:
-        """To so many; there are never fewer."""
+    def grow(self, pages: int, in_pool: Callable[[Key], bool] = _not_there) -> None:
+        """To so many; there are never fewer. `in_pool`: as for `arrived`."""
         new = range(self.total, pages)
+        if not new:
+            return
         self._key += [None] * len(new)
-        there = {page: key for page, key in self._expected.items() if page in new and not self.awaits(*key)}
+        there = {page: key for key, page in self._expected.items() if page in new and not self.awaits(*key)}
+        self._expected = {key: page for key, page in self._expected.items() if page >= pages}
         self._free[:0] = (page for page in reversed(new) if page not in there)
         for page, key in there.items():
-            self._key[page], self._index[key[0]][key[1]], self._line[page] = key, page, None
+            self._hold(page, key, in_pool)
 
     def entries(self) -> list[tuple[int, bytes, int]]:
         """Group, chain hash and page of all content, those first that would go first."""
@@ -79,7 +86,7 @@ class HostPages:
 
     def expect(self, entries: Sequence[tuple[int, bytes, int]]) -> None:
         """Pages that come with `grow` hold these already, from books before; those first that go first."""
-        self._expected = {page: (group, key) for group, key, page in entries}
+        self._expected = {(group, key): page for group, key, page in entries}
 
     def reserve(self, group: int, key: bytes) -> int | None:
         """A page to be filled with this; None: all are being read or filled, or hold what the pool has too."""
@@ -95,13 +102,16 @@ class HostPages:
         self._awaited.add((group, key))
         return page
 
-    def arrived(self, page: int, in_pool: Callable[[Key], bool] = lambda key: False) -> None:
+    def arrived(self, page: int, in_pool: Callable[[Key], bool] = _not_there) -> None:
         """It is filled, unless that was forgotten meanwhile. `in_pool`: whether the pool has this too."""
         key = self._arriving.pop(page)
         if key is None:
             self._free.append(page)
             return
         self._awaited.remove(key)
+        self._hold(page, key, in_pool)
+
+    def _hold(self, page: int, key: Key, in_pool: Callable[[Key], bool]) -> None:
         self._key[page] = key
         self._index[key[0]][key[1]] = page
         if in_pool(key):
@@ -152,7 +162,8 @@ class HostPages:
             self._line[page] = None
 
     def forget(self, group: int, key: bytes) -> None:
-        """Nobody may ask for it; a page that is read or filled is free when that is over."""
+        """Nobody may ask for it, nor when its page comes; one that is read or filled is free when that is over."""
+        self._expected.pop((group, key), None)
         page = self._index[group].get(key)
         if page is not None:
             self._forget(page)

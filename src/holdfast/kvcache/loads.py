@@ -9,7 +9,7 @@ Decides neither who waits nor how many are planned.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -42,8 +42,10 @@ class PageLoads:
         self._pool, self._index, self._host = pool, index, host
         self.by_key: list[dict[bytes, PageLoad]] = [{} for _ in range(groups)]
         """Of each group; without those that are forgotten."""
-        self.queued: dict[Tier, deque[PageLoad]] = {Tier.DISK: deque(), Tier.HOST: deque()}
+        self.queued = {Tier.DISK: OrderedDict[PageLoad, None](), Tier.HOST: OrderedDict[PageLoad, None]()}
         """By where they come from: who comes from RAM does not stand behind who comes from a disk, which may hang."""
+        self._awaited: dict[Fetch, list[PageLoad]] = {}
+        """What each fetch waits for, or did; until all has come, or it is dropped."""
         self.in_flight = {Tier.DISK: 0, Tier.HOST: 0}
         self.fetches_over = 0
         """Of which nothing is on its way any more."""
@@ -51,6 +53,7 @@ class PageLoads:
     def ask(self, hashes: Sequence[bytes], found: FoundBelow, before: int) -> tuple[Fetch, list[list[int]]]:
         """For all that was found, as tables: what is in the pool is referred to, the rest is loaded."""
         fetch, tables, tiers = Fetch(before), list[list[int]](), [int(Tier.DEVICE)] * found.blocks
+        loads = list[PageLoad]()
         refer, pin, queued = self._pool.refer, self._host.pin, self.queued
         from_host, from_disk = Tier.HOST, Tier.DISK  # Of thousands of pages: looked up once.
         for group, first in enumerate(found.first_entries):
@@ -64,6 +67,7 @@ class PageLoads:
                     refer(page)
                 if load is not None:
                     load.waits.append((fetch, table, place))
+                    loads.append(load)
                     fetch.waiting += 1
                     fetch.unplaced += not page
                     tiers[place] = max(tiers[place], load.tier)
@@ -77,19 +81,22 @@ class PageLoads:
                 else:
                     pin(group, key)
                 load = by_key[key] = PageLoad(group, key, tier, source, [(fetch, table, place)])
-                queued[tier].append(load)
+                queued[tier][load] = None
+                loads.append(load)
                 if tier > tiers[place]:
                     tiers[place] = tier
             fetch.waiting += len(missing)
             fetch.unplaced += len(missing)
             tables.append(table)
+        if loads:
+            self._awaited[fetch] = loads
         fetch.blocks = {tier: tiers.count(tier) for tier in (Tier.HOST, Tier.DISK)}
         return fetch, tables
 
     def plan(self, tier: Tier, most: int, number: int) -> Iterator[tuple[PageLoad, BlockCopy]]:
         """The next from there, no more than these, and than there are pages for. `number`: of the first copy."""
         queued, pool = self.queued[tier], self._pool
-        loads = [queued.popleft() for _ in range(min(most, len(queued), pool.available))]
+        loads = [queued.popitem(last=False)[0] for _ in range(min(most, len(queued), pool.available))]
         # In order, as those are that they come from.
         for load, page in zip(loads, sorted(pool.allocate(load.group).id for load in loads), strict=True):
             load.page = page
@@ -107,14 +114,11 @@ class PageLoads:
     def drop(self, fetch: Fetch) -> None:
         """Nobody waits for it any more: what only it waits for, and has not been planned, does not come."""
         fetch.dropped = True
-        for tier, queued in self.queued.items():
-            kept = deque[PageLoad]()
-            for load in queued:
-                if all(one.dropped for one, _, _ in load.waits):
-                    self._leave(load, intact=True)
-                else:
-                    kept.append(load)
-            self.queued[tier] = kept
+        for load in self._awaited.pop(fetch, ()):
+            queued = self.queued[load.tier]
+            if load in queued and all(one.dropped for one, _, _ in load.waits):
+                del queued[load]
+                self._leave(load, intact=True)
 
     def end(self, load: PageLoad, *, arrived: bool, intact: bool = True) -> None:
         """Its copy is over."""
@@ -134,7 +138,9 @@ class PageLoads:
             del self.by_key[load.group][load.key]
         for fetch, _, _ in load.waits:
             fetch.waiting -= 1
-            self.fetches_over += not fetch.waiting
+            if not fetch.waiting:
+                self.fetches_over += 1
+                self._awaited.pop(fetch, None)
 
     def forget(self, group: int, key: bytes) -> None:
         if (load := self.by_key[group].pop(key, None)) is not None:
@@ -155,6 +161,8 @@ class PageLoads:
         unplaced = Counter(id(one) for load in queued for one, _, _ in load.waits)
         for one in (one for load in (*planned, *queued) for one, _, _ in load.waits if not one.dropped):
             assert one.unplaced == unplaced[id(one)], f"{one.unplaced} pages count as unplaced, {unplaced[id(one)]} are"
+        awaited = {id(one) for load in (*planned, *queued) for one, _, _ in load.waits if not one.dropped}
+        assert {id(one) for one in self._awaited} == awaited, "it is not known what a fetch waits for"
         known = {id(load) for loads in self.by_key for load in loads.values()}
         found = {id(load) for load in (*planned, *queued) if not load.forgotten}
         assert known == found, "a load is not where it is looked for"

@@ -288,7 +288,7 @@ class KVCache:
         if self.tiers is None:
             return False
         before = self._pool.available, self.tiers.fetches_over
-        self.tiers.host.grow(max(host_pages, self.tiers.host.total))
+        self.tiers.grow_host(host_pages)
         for copy in finished:
             self.tiers.end(copy, True)
         failures = [self.tiers.end(copy, False) for copy in failed]

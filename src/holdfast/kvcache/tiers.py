@@ -50,7 +50,8 @@ class LowerTiers:
         """That were to be loaded, and did not come."""
         self.stored_pages = {Tier.HOST: 0, Tier.DISK: 0}
         self.failed_copies = self.dropped_writes = 0
-        """`dropped_writes`: pages that were to be written to disk when too many waited for it, or it took none."""
+        """`dropped_writes`: pages that were to be written to disk when too many waited for it, or it took none, or that
+        left the pool while they waited."""
         self._loads = PageLoads(pool, index, self.host, groups)
         self._copies: dict[int, PageLoad | BlockCopy] = {}
         """Planned, and not over; of a page that is stored the copy itself."""
@@ -111,11 +112,16 @@ class LowerTiers:
     def spare_pages(self) -> int:
         return min(self.limits.spare_pages, int(self._pool.total * self.limits.spare_share))
 
-    @property
-    def pages_coming(self) -> int:
-        """Pages of the pool that can be had as soon as copies are over, and not before."""
-        pages = (one.page if isinstance(one, PageLoad) else one.source for one in self._copies.values())
-        return sum(self._pool.blocks[page].references == 1 for page in pages)
+    def pages_coming(self, *, soon: bool) -> bool:
+        """There are pages of the pool that can be had as soon as copies are over, and not before. `soon`: without those
+        that wait for a disk, which may hang."""
+        blocks, copies = self._pool.blocks, self._copies.values()
+        return any(
+            blocks[one.page].references == 1 and not (soon and one.tier is Tier.DISK)
+            if isinstance(one, PageLoad)
+            else blocks[one.source].references == 1
+            for one in copies
+        )
 
     @property
     def fetches_over(self) -> int:
@@ -204,7 +210,11 @@ class LowerTiers:
                 self._to_write.move_to_end((group, key))
                 continue
             del self._to_write[group, key]
-            if block is not None and not self.stored.awaits(name):
+            if self.stored.awaits(name):
+                continue
+            if block is None:
+                self.dropped_writes += 1
+            else:
                 yield self._store(block, Tier.DISK, 0, name)
 
     def begin_sparing(self, pages: int) -> None:
@@ -284,6 +294,11 @@ class LowerTiers:
         page = self._index.pages(key[0]).get(key[1])
         if page is not None:
             self._pool.note_saved(self._pool.blocks[page], False)
+
+    def grow_host(self, pages: int) -> None:
+        """To so many pages of RAM, if there are more. What they hold already may have come to the pool meanwhile."""
+        if pages > self.host.total:
+            self.host.grow(pages, self._saved_in_pool)
 
     def _saved_in_pool(self, key: Key) -> bool:
         """It lies in RAM from now on. Says whether the pool has it too."""

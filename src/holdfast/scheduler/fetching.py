@@ -12,7 +12,7 @@ pool starts before a fetch begins, whoever is before it in line; each is passed 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from statistics import median_low
 
@@ -36,7 +36,10 @@ KNOWN_S = 0.1
 those behind them, and many who come back at once are decided on by then."""
 TRIED = 0.04
 """Of the seconds that computing took because a tier was slower: so many may be lost by trying it once more. A tier
-that is slow for ever costs no more than that."""
+that is slow for ever, or hangs, costs no more than that."""
+PROBED_S, MOST_LOST_S = 0.25, 1.0
+"""Of which the first must have been saved up to try a part of what is lost by it as a whole: less would not show much
+beside steps. The other is the most that one who tries may lose by what is known, but for a single block."""
 SEEN = 0.75
 """Of the time that pages seem to take, for which somebody must have seen that they were on their way."""
 PREFILL_TOKENS = 64
@@ -56,13 +59,28 @@ class SeenRate:
 
     def __init__(self) -> None:
         self._rate = self._weight = self._measured_s = 0.0
-        self.credit_s = 0.0
-        """That may be lost by seeing once more how fast it is."""
+        self.credit_s = self.charged_s = 0.0
+        """`credit_s`: that may be lost by seeing once more how fast it is. `charged_s`: taken of it for what comes."""
 
     @property
     def per_s(self) -> float | None:
         """None: it is not known."""
         return self._rate / self._weight if self._measured_s >= KNOWN_S and self._weight > 0 else None
+
+    def earn(self, seconds: float) -> None:
+        """No more than one may lose, however long it has been slow."""
+        self.credit_s = min(self.credit_s + seconds, max(self.credit_s, MOST_LOST_S))
+
+    def charge(self, seconds: float) -> None:
+        self.credit_s -= seconds
+        self.charged_s += seconds
+
+    def settle(self, amount: float, seconds: float) -> None:
+        """This has come: of what was taken for it at the rate that was believed, what it did not need is given back."""
+        spared_s = 0.0 if self.per_s is None else min(self.charged_s, amount / self.per_s - seconds)
+        if spared_s > 0:
+            self.charged_s -= spared_s
+            self.earn(spared_s)
 
     def note(self, amount: float, seconds: float) -> None:
         if seconds > 0 and amount > 0:
@@ -98,6 +116,8 @@ class Fetching:
         self._untold, self._untold_since_s, self._untold_applied_s = PromptWork(), 0.0, 0.0
         """Of steps that were applied while they may still have been computed, when the first of them began, and when
         the last was applied."""
+        self._probing: tuple[FoundBelow, SeenRate, float] | None = None
+        """What was chosen last although it is slower, to see how fast its tier is, and what may be lost by it."""
         self.computed_instead_total = 0
         """How often a prefix was computed that could have been fetched, because that was sooner."""
 
@@ -140,47 +160,93 @@ class Fetching:
             return None
         if (len(sequence.cacheable) - 1) // size * size <= prefix.tokens:
             return None
-        best, most_saved_s, others = None, 0.0, list(running)
-        for disk in (False, True) if kv.tiers.stored is not None else (False,):
-            found = kv.find_below(sequence.book, sequence.cacheable, disk=disk)
-            if found is None or (gained := found.blocks * size - prefix.tokens) <= 0:
+        others, before = list(running), prefix.tokens // size
+
+        def computed_s(found: FoundBelow) -> float | None:
+            return self._computed_s(sequence, found, found.blocks * size - prefix.tokens, others)
+
+        def saved_s(found: FoundBelow) -> float | None:
+            computing_s, fetching_s = computed_s(found), self._fetched_s(sequence, found, others)
+            return None if computing_s is None or fetching_s is None else computing_s - fetching_s
+
+        best, most_s, slower, self._probing = None, 0.0, False, None
+        for tier in (Tier.HOST, Tier.DISK) if kv.tiers.stored is not None else (Tier.HOST,):
+            found = kv.find_below(sequence.book, sequence.cacheable, disk=tier is Tier.DISK)
+            if found is None or found.blocks <= before:
                 continue
-            computed_s = self._computed_s(sequence, found, gained, others)
-            seconds = self._fetched_s(sequence, found, others)
-            if computed_s is None or seconds is None:  # Not known yet: it is tried.
-                best = found
-            elif computed_s - seconds > most_saved_s:
-                best, most_saved_s = found, computed_s - seconds
-            elif best is None and self._try_again(sequence, found, seconds - computed_s, computed_s):
-                best = found
+            saves_s = saved_s(found)
+            if saves_s is None:  # Not known yet: it is tried, and nothing slower added to it.
+                best, most_s = found, computed_s(found) or 0.0
+            elif saves_s > most_s:
+                best, most_s = found, saves_s
+            elif tier in found.missing:
+                probe = self._probe(sequence, tier, found, before, most_s, saved_s, behind_slower=slower)
+                if probe is not None:
+                    return probe
+                self._compute_instead(sequence, tier, found, before, others)
+                slower = True
+            before = found.blocks
         return best
 
-    def _try_again(self, sequence: Sequence, found: FoundBelow, lost_s: float, computed_s: float) -> bool:
-        """Nothing that is not done is measured: now and then what seems slower is done all the same. Else it is
-        computed, which counts once for each time that it is in line."""
-        slow = [self.loads[tier] for tier in found.missing]
-        if slow and all(rate.credit_s >= lost_s for rate in slow):
-            for rate in slow:
-                rate.credit_s -= lost_s
-            return True
-        if not sequence.computes:
-            sequence.computes = True
-            self.computed_instead_total += 1
-            for rate in slow:
-                rate.credit_s += TRIED * computed_s
-        return False
+    def _probe(
+        self,
+        sequence: Sequence,
+        tier: Tier,
+        found: FoundBelow,
+        before: int,
+        most_s: float,
+        saved_s: Callable[[FoundBelow], float | None],
+        *,
+        behind_slower: bool,
+    ) -> FoundBelow | None:
+        """Nothing that is not done is measured: now and then what seems slower is done all the same, for as many of the
+        first blocks behind `before` as may be lost by it; once that is MOST_LOST_S for one of them, however slow it is.
+        `most_s`: what is saved by what is done else. `behind_slower`: it would wait for another tier, too."""
+        assert self._kv.tiers is not None
+        rate, lost_s, blocks = self.loads[tier], most_s - (saved_s(found) or 0.0), found.blocks - before
+        # What is on its way already will tell.
+        if self._kv.tiers.loading(tier) or rate.credit_s <= 0 or rate.credit_s < min(lost_s, PROBED_S):
+            return None
+        if lost_s > rate.credit_s:
+            blocks = max(
+                1, int(blocks * rate.credit_s / lost_s / 2)
+            )  # What it waits for steps is lost for few as well.
+            tokens = sequence.cacheable[: (before + blocks) * self._kv.layout.block_tokens + 1]
+            shorter = self._kv.find_below(sequence.book, tokens, disk=tier is Tier.DISK)
+            if shorter is None or shorter.blocks <= before or tier not in shorter.missing:
+                return None
+            found, lost_s = shorter, most_s - (saved_s(shorter) or 0.0)
+            if rate.credit_s < (lost_s if behind_slower else min(lost_s, MOST_LOST_S)):
+                return None
+        self._probing = found, rate, max(0.0, lost_s)
+        return found
+
+    def _compute_instead(
+        self, sequence: Sequence, tier: Tier, found: FoundBelow, before: int, others: list[Sequence]
+    ) -> None:
+        """Of what a tier is too slow for, which counts once for each time that it is in line."""
+        if tier in sequence.computes:
+            return
+        self.computed_instead_total += not sequence.computes
+        sequence.computes.add(tier)
+        gained = (found.blocks - before) * self._kv.layout.block_tokens
+        self.loads[tier].earn(TRIED * (self._computed_s(sequence, found, gained, others) or 0.0))
 
     def _fetched_s(self, sequence: Sequence, found: FoundBelow, running: list[Sequence]) -> float | None:
-        """Until it may start; None: a rate is not known. Of one that was sent back to make room it does not count who
-        is before it: those were sent back too, and to compute any of them anew takes the time of all who run."""
+        """Until it may start, as far as rates are known; None: none is. Of one that was sent back to make room it does
+        not count who is before it: those were sent back too, and to compute any of them anew takes the time of all who
+        run."""
         assert self._kv.tiers is not None
-        seconds = 0.0
+        seconds, known = 0.0, not found.missing
         for tier, pages in found.missing.items():
             rate = self.loads[tier].per_s
             if rate is None:
-                return None
+                continue
+            known = True
             queued = 0 if sequence.status is Status.PREEMPTED else self._kv.tiers.loading(tier)
             seconds = max(seconds, (pages + queued) * self._kv.layout.page_bytes / rate)
+        if not known:
+            return None
         # Beside others it is seen when a step is over that pages have come. Who was sent back is in no such hurry as
         # those are who would stand still while it is computed.
         seen_late = bool(running) and sequence.status is not Status.PREEMPTED
@@ -213,6 +279,8 @@ class Fetching:
 
     def begin(self, sequence: Sequence, found: FoundBelow, prefix: Prefix) -> None:
         self._kv.begin_fetch(sequence.book, found, prefix)
+        if self._probing is not None and self._probing[0] is found:
+            self._probing[1].charge(self._probing[2])
         sequence.fetches += 1
         self.sequences.append(sequence)
 
@@ -312,6 +380,8 @@ class Fetching:
                 self._looked_s.pop(tier, None)
                 if lost and now_s - since_s >= LOST_S:
                     rate.note(self._kv.layout.page_bytes, LOST_S)
+                    rate.charge(max(0.0, now_s - since_s - rate.charged_s))
+                rate.charged_s = 0.0
                 continue
             if not come:
                 self._looked_s[tier] = now_s
@@ -319,6 +389,7 @@ class Fetching:
             amount, since_s = come * self._kv.layout.page_bytes, self._since_s.pop(tier)
             seconds, waited_s = now_s - since_s, self._looked_s.pop(tier, since_s) - since_s
             self._counted[tier] += come
+            rate.settle(amount, seconds)
             if tier is Tier.HOST and self._loading_s:  # Without what it waited for steps to begin, and to be seen.
                 rate.note(amount, self._loading_s)
                 self._loading_s = 0.0
@@ -328,3 +399,5 @@ class Fetching:
                 rate.note_at_least(amount, seconds)
             if tiers.in_flight(tier):
                 self._since_s[tier] = now_s
+            else:
+                rate.charged_s = 0.0

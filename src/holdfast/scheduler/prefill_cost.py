@@ -64,8 +64,9 @@ def _seen(tokens: int, window: int | None) -> int:
 class PrefillCost:
     """Fitted by relative errors: a step that took ten times as long for once (a kernel was compiled) counts as one. One
     that seems to have taken no time (the host was busy elsewhere, and saw its end with the next) would count as
-    thousands: no error is taken relative to less than what the fit before says, at the pace of most steps.
-    So neither decides for long, not even as the first that is seen. `step_tokens`: the most in a step."""
+    thousands: no error is taken relative to less than what the fit before says, at the pace of most steps, and no pace
+    is better than that. So neither decides for long, not even as the first that is seen. `step_tokens`: the most in a
+    step."""
 
     def __init__(self, step_tokens: int) -> None:
         self._step_tokens = step_tokens
@@ -98,26 +99,30 @@ class PrefillCost:
         if not self._current:
             self._fit, self._current = self._fitted(), True
         if min(work.tokens, self._step_tokens) > MANY_TIMES * max(tokens for (_, tokens, _), _ in self._seen):
-            return work.tokens * min(took / tokens for (_, tokens, _), took in self._seen)
+            took_least = self._took_least(self._fit)
+            return work.tokens * min(
+                took / tokens for ((_, tokens, _), _), took in zip(self._seen, took_least, strict=True)
+            )
         return _of(self._fit, work.parts)
 
     def _weigh(self) -> None:
         """Sums over all that was seen, the newest most."""
         fit = self._fit if any(self._fit) else (0.0, 1.0, 0.0)  # Before the first: by tokens.
-        expected = [_of(fit, parts) for parts, _ in self._seen]
-        ratios = [took / by_fit for (_, took), by_fit in zip(self._seen, expected, strict=True) if by_fit > 0]
-        pace = median_low(ratios) if ratios else 0.0
-        weights = WEIGHTS[-len(expected) :]
-        factors = [
-            weight / max(took, by_fit * pace)
-            for weight, (_, took), by_fit in zip(weights, self._seen, expected, strict=True)
-        ]
+        took_least = self._took_least(fit)
+        factors = [weight / took for weight, took in zip(WEIGHTS[-len(took_least) :], took_least, strict=True)]
         # By columns: the engine's thread does it in each step with prompts, and number by number it takes longer.
         columns = [list(map(mul, factors, column)) for column in zip(*(parts for parts, _ in self._seen), strict=True)]
         target = list(map(mul, factors, (took for _, took in self._seen)))
         self._products = [[sum(map(mul, first, second)) for second in columns] for first in columns]
         self._sums = [sum(map(mul, column, target)) for column in columns]
         self._weighed = True
+
+    def _took_least(self, fit: tuple[float, ...]) -> list[float]:
+        """Of each that was seen: how long it took, or what this fit says at the pace of most where that is more."""
+        expected = [_of(fit, parts) for parts, _ in self._seen]
+        ratios = [took / by_fit for (_, took), by_fit in zip(self._seen, expected, strict=True) if by_fit > 0]
+        pace = median_low(ratios) if ratios else 0.0
+        return [max(took, by_fit * pace) for (_, took), by_fit in zip(self._seen, expected, strict=True)]
 
     def _fitted(self) -> tuple[float, ...]:
         """Least squares, no part below 0, and the step's own not above what is known: the best of all solutions in

@@ -175,14 +175,15 @@ class Scheduler(Results):
     def _find_pages(self, draft: Draft, sequence: Sequence, may_preempt: bool) -> int:
         """The position up to which its pages can reach. While it could not compute one token, it takes those of who
         waits with pages, waits itself for pages that a copy is about to leave, and then takes those of the youngest;
-        when it is itself the youngest, it is the one that gives way."""
+        when it is itself the youngest, it is the one that gives way. Alone it waits for pages from a disk as well:
+        giving way would gain it none."""
         while (reach := self.kv.reach(sequence.book)) <= sequence.scheduled and may_preempt:
             if self._fetching.drop_youngest():
                 self._worth_admitting = True
                 continue
-            if self._pages_coming:
-                return 0
             youngest = self._running[-1]
+            if self._pages_coming(soon=youngest is not self._running[0]):
+                return 0
             self._preempt(draft, youngest)
             draft.preempted = True
             if youngest is sequence:
@@ -235,7 +236,7 @@ class Scheduler(Results):
             elif self._running or self._has_page(prefix):
                 self._start(draft, sequence, prefix, now_s)
             elif not self._fetching.drop_youngest(but=sequence):
-                if self._pages_coming or sequence.book.fetch is None:
+                if self._pages_coming(soon=False) or sequence.book.fetch is None:
                     self._worth_admitting = False
                     return
                 self._fetching.drop(sequence)
@@ -267,7 +268,7 @@ class Scheduler(Results):
     @property
     def _busy(self) -> bool:
         """Somebody will give pages back."""
-        return bool(self._running or self._fetching.sequences or self._pages_coming)
+        return bool(self._running or self._fetching.sequences or self._pages_coming(soon=True))
 
     def _has_room(self, sequence: Sequence, prefix: Prefix, step_tokens: int) -> bool:
         """Whether its whole prompt could be computed with the pages there are, and everybody else go on. Where nobody
@@ -285,9 +286,8 @@ class Scheduler(Results):
         """Whether a token could be written behind this prefix, without pages that loads will take."""
         return self.kv.blocks_available - self.kv.blocks_promised - prefix.idle >= len(self.kv.layout.groups)
 
-    @property
-    def _pages_coming(self) -> bool:
-        return self.kv.tiers is not None and self.kv.tiers.pages_coming > 0
+    def _pages_coming(self, *, soon: bool) -> bool:
+        return self.kv.tiers is not None and self.kv.tiers.pages_coming(soon=soon)
 
     def _start(self, draft: Draft, sequence: Sequence, prefix: Prefix, now_s: float) -> None:
         """Gives it a slot, the cached prefix, and a first row."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from holdfast.kvcache import SequenceBlocks
+from holdfast.kvcache import SequenceBlocks, Tier
 from holdfast.records import FinishReason, Request, Row, SequenceStart
 from holdfast.records.sampling import MAX_LOGPROBS, SCORED_ENTRIES
 
@@ -66,8 +66,8 @@ class Sequence:
     """All of it was looked for in the pool since it entered the line, and was not there."""
     passed: int = 0
     """Others that started before it although they came later, because all of them was in the pool."""
-    computes: bool = False
-    """What could have been fetched for it since then is computed: that is sooner."""
+    computes: set[Tier] = field(default_factory=set)
+    """What could have been fetched for it from there since then is computed: that is sooner."""
     cached_tokens: int = 0
     """FoundBelow in the prefix cache when it was first admitted."""
     scheduled_s: float | None = None

@@ -88,7 +88,8 @@ class SchedulerState:
         self._stop_running(sequence)
         sequence.status = Status.PREEMPTED
         sequence.computed = sequence.in_flight = sequence.fetches = 0
-        sequence.computes = sequence.looked_whole = False
+        sequence.looked_whole = False
+        sequence.computes.clear()
         enter(self._waiting, sequence)
         self._preemptions_total += 1
 

@@ -310,7 +310,8 @@ def test_memory_that_is_gone_when_it_is_taken_ends_nobody(clock: Clock) -> None:
     assert device.blocks == LEAST
 
 
-def test_prefixes_go_to_ram_before_the_pool_shrinks(clock: Clock) -> None:
+@pytest.mark.parametrize("refused", [False, True], ids=["by itself", "a resize is refused meanwhile"])
+def test_prefixes_go_to_ram_before_the_pool_shrinks(clock: Clock, refused: bool) -> None:
     device = FakeDevice(host_pages=60)
     core = make(device, idle_s=5.0)
     for number in range(6):
@@ -321,6 +322,11 @@ def test_prefixes_go_to_ram_before_the_pool_shrinks(clock: Clock) -> None:
     clock.now_s += 6
     core.breathe()
     assert core.has_work, "pages are to be saved"
+    if refused:
+        core.prepare_resize(LEAST + 4)
+        core.prepare_resize(BLOCKS + 2)  # Ends what the one before prepared; there is no room for that either.
+        core.breathe()
+        assert device.blocks == BLOCKS, "steps would stand still until all is saved"
     steps = 0
     while core.has_work:
         core.step()

@@ -10,7 +10,7 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -46,6 +46,26 @@ def test_errors_of_reading_are_misses(tmp_path: Path) -> None:
     assert store.stats().missed == {"I/O error": 8}
     assert all(put(store, KEYS))
     assert served(store, KEYS) == KEYS
+    store.close(DEADLINE_S)
+
+
+class ShortReads(FailingCalls):
+    """Each read brings no more than a part of a page."""
+
+    def read_into(self, file: int, buffers: Sequence[memoryview], offset: int) -> int:
+        return super().read_into(file, [buffers[0][:4096]], offset)
+
+
+@pytest.mark.parametrize("page_bytes", [PAGE_BYTES, 10_000])
+def test_a_read_that_brings_a_part_is_gone_on_with(tmp_path: Path, page_bytes: int) -> None:
+    """The page is as good as ever: were it forgotten, it would be for all processes."""
+    store = opened(tmp_path / "store", page_bytes=page_bytes)
+    assert all(put(store, KEYS, page_bytes))
+    store.close(DEADLINE_S)
+    store = opened(tmp_path / "store", page_bytes=page_bytes, calls=ShortReads())
+    assert get(store, KEYS, page_bytes)[0].valid == (True,) * 8
+    assert store.stats().missed == {}
+    assert store.has(KEYS) == 8
     store.close(DEADLINE_S)
 
 

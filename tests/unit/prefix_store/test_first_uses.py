@@ -6,7 +6,9 @@ import errno
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 from prefix_pages import DEADLINE_S, FailingCalls, file_of, key_of, opened, put, until
 
 from holdfast.prefix_store.files import uses
@@ -69,6 +71,38 @@ def test_the_record_is_bounded_and_remembers_the_newest(tmp_path: Path, monkeypa
     behind.load()
     assert behind.count([key_of(number) for number in range(21_000, 22_000)]) == 1000
     record.close()
+
+
+def test_who_asks_gets_turns_while_marks_of_others_are_put_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's thread does, for each prompt. Of what it does not know of nothing is put in order anew."""
+    theirs, ours = FirstUses(tmp_path / "uses", Calls()), FirstUses(tmp_path / "uses", Calls())
+    ours.note(KEYS)
+    for record in (ours, theirs):
+        record.exchange()
+    more = [key_of(number) for number in range(100, 6100)]
+    theirs.note(more)
+    theirs.exchange()
+    inserted, turns, insert = list[int](), list[int](), ours._insert_many
+
+    def counted(marks: NDArray[np.uint64]) -> None:
+        inserted.append(len(marks))
+        insert(marks)
+
+    def turn(seconds: float) -> None:
+        turns.append(ours.count(more))
+        ours.note([key_of(10_000 + len(turns))])
+
+    monkeypatch.setattr(ours, "_insert_many", counted)
+    monkeypatch.setattr("holdfast.prefix_store.files.uses.time.sleep", turn)
+    ours.exchange()
+    assert max(inserted) <= uses.AT_ONCE
+    assert turns == [uses.AT_ONCE * number for number in range(1, len(turns) + 1)]
+    assert len(turns) == len(inserted) - 1 > 3
+    assert (ours.count(KEYS), ours.count(more)) == (40, 6000)
+    theirs.exchange()
+    assert theirs.count([key_of(10_000 + number) for number in range(1, len(turns) + 1)]) == len(turns)
+    for record in (ours, theirs):
+        record.close()
 
 
 @pytest.mark.parametrize("damage", [b"", b"short", b"\xff" * 64, b"holdfast uses 1\n" + b"\xff" * 16])

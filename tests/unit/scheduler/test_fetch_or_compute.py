@@ -190,6 +190,18 @@ def test_a_time_that_is_wrong_does_not_decide(wrong_s: float, at: int, asked: bo
     assert cost.seconds(whole) == pytest.approx(whole_s, rel=0.15)
 
 
+@pytest.mark.parametrize("at", [0, 7, 30])
+def test_one_small_step_that_took_no_time_does_not_say_what_many_tokens_cost(at: int) -> None:
+    """It was seen with the next. Steps of few tokens are all that was seen."""
+    cost, whole = PrefillCost(8192), PromptWork(2, 16_384, 134_225_920)
+    cost.note_small(0.008)
+    for number in range(31):
+        tokens = 200 + 17 * number
+        cost.note(PromptWork(1, tokens, tokens * (tokens + 1) / 2), 0.001 if number == at else 0.012 + tokens * 30e-6)
+    by_pace_s = cost.seconds(whole)
+    assert by_pace_s == pytest.approx(16_384 * (0.012 + 710 * 30e-6) / 710, rel=0.2)
+
+
 def test_steps_that_are_alike_do_not_show_what_a_token_costs() -> None:
     """They may all take as long because weights come over a link, whatever is in them."""
     cost = PrefillCost(2048)

@@ -125,6 +125,44 @@ def test_what_is_used_while_it_goes_to_disk_goes_there_once() -> None:
     assert len(store.pages) + len(store.waiting) >= 18
 
 
+def test_ram_that_is_pinned_late_may_hold_what_the_pool_has_by_then() -> None:
+    """After a server woke up. Else it would count as unsaved, and be saved for ever."""
+    engine = world()
+    ask(engine, "first", PROMPT)
+    assert engine.scheduler.kv.tiers is not None
+    kept = engine.scheduler.kv.tiers.host.entries()
+    assert len(kept) >= 19
+    engine = world(host_pages=0)
+    tiers = engine.scheduler.kv.tiers
+    assert tiers is not None
+    tiers.limits = TierLimits(host_pages=0, spare_pages=BLOCKS, saves_ahead=8)
+    tiers.host.expect(kept)
+    ask(engine, "before it is pinned", PROMPT)
+    engine.scheduler.kv.end_copies([], [], max(page for _, _, page in kept) + 20)
+    engine.scheduler.check_invariants()
+    while engine.plan() is not None:
+        engine.execute()
+    assert not engine.scheduler.has_copies
+
+
+def test_what_came_to_nan_is_not_found_in_ram_that_is_pinned_later() -> None:
+    engine = world()
+    ask(engine, "first", PROMPT)
+    assert engine.scheduler.kv.tiers is not None
+    kept = engine.scheduler.kv.tiers.host.entries()
+    kv = world(host_pages=0).scheduler.kv
+    assert kv.tiers is not None
+    kv.tiers.host.expect(kept)
+    book = kv.open()
+    kv.find_prefix(book, PROMPT)
+    kv.forget(book, 0, below=True)
+    kv.end_copies([], [], max(page for _, _, page in kept) + 1)
+    found = kv.find_below(book, PROMPT, disk=False)
+    assert found is not None
+    assert found.blocks == 0
+    kv.check_invariants()
+
+
 def test_being_preempted_is_no_second_use() -> None:
     store = FakeStore(random.Random(1), most=1000)
     engine = world(store=store, host_pages=0)  # What is preempted is computed again.
@@ -152,6 +190,28 @@ def test_a_store_that_takes_nothing_is_brought_nothing() -> None:
     store.well = True
     ask(engine, "third", PROMPT)
     assert len(store.pages) >= 18
+
+
+def test_what_leaves_the_pool_before_the_disk_has_room_counts_as_dropped() -> None:
+    store = FakeStore(random.Random(1), most=1000, most_room=0)
+    engine = world(store=store, host_pages=0)
+    for name in ("first", "second"):
+        params = SamplingParams(max_tokens=1, ignore_eos=True)
+        engine.add(Request(request_id=name, prompt_token_ids=PROMPT, params=params))
+        while engine.unfinished:
+            engine.plan()
+            engine.execute()
+    tiers = engine.scheduler.kv.tiers
+    assert tiers is not None
+    for number in range(3):
+        engine.add(Request(request_id=f"{number}", prompt_token_ids=[10 + number] * 50, params=params))
+        while engine.unfinished:
+            engine.plan()
+            engine.execute()
+    waiting = len(tiers._to_write)
+    store._most_room = 1000
+    engine.finish()
+    assert (len(store.pages) + tiers.dropped_writes, tiers.dropped_writes > 0) == (waiting, True)
 
 
 @pytest.mark.parametrize(("most_room", "most_writing"), [(3, 64), (1000, 3)], ids=["queue", "places"])

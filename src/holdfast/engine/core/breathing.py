@@ -270,7 +270,7 @@ class Breathing:
         tiers, self._shrink = scheduler.kv.tiers, shrink
         if tiers is None or not tiers.host.total:
             return self._shrink_now(scheduler, ways)
-        tiers.begin_sparing(max(0, scheduler.kv.blocks_total + 1 - shrink.blocks))
+        tiers.begin_sparing(_fewer(scheduler, shrink))
         return None
 
     def _go_on(self, scheduler: Scheduler, now_s: float, idle: bool, ways: Ways) -> PoolChange | None:
@@ -279,6 +279,9 @@ class Breathing:
         if shrink.idle and not idle:  # Somebody asks: nothing has been given up yet.
             self._end(scheduler)
             return None
+        if tiers is not None and tiers.spare_wanted != _fewer(scheduler, shrink):
+            # Somebody asked for a resize meanwhile, for which pages were saved, and which was refused then.
+            tiers.begin_sparing(_fewer(scheduler, shrink))
         if now_s < shrink.until_s and tiers is not None and not tiers.spared:
             return None
         return self._shrink_now(scheduler, ways)
@@ -354,6 +357,11 @@ class Breathing:
     def close(self) -> None:
         if self._watch is not None:
             self._watch.close()
+
+
+def _fewer(scheduler: Scheduler, shrink: _Shrink) -> int:
+    """Pages than there are now."""
+    return max(0, scheduler.kv.blocks_total + 1 - shrink.blocks)
 
 
 def _said(before: VramGrant, after: VramGrant) -> str:

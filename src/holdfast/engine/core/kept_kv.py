@@ -168,7 +168,7 @@ class KVKeeper:
                 break
             time.sleep(0.01)
         tiers.host.expect(entries)
-        tiers.host.grow(max(ready, tiers.host.total))
+        tiers.grow_host(ready)
         return len(tiers.host)
 
 

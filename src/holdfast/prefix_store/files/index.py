@@ -145,6 +145,11 @@ class PageIndex:
             if not piece:
                 break
             at += piece
+        if self._knows(records):
+            with self._mutex:
+                self.records["used"] = records["used"]
+                self._counter = counter
+            return
         there = np.flatnonzero(pages_in(records))
         slots = dict(zip(records["key"][there].tolist(), there.tolist(), strict=True))
         with self._mutex:
@@ -156,6 +161,16 @@ class PageIndex:
                     del slots[records[slot]["key"].tobytes()]
             self._buffer = self.records = records
             self.slots, self._counter = slots, counter
+
+    def _knows(self, records: Records) -> bool:
+        """All but when pages were used: so it is at most evictions, and to name all pages anew keeps other threads
+        waiting."""
+        known = self.records
+        return (
+            self._counter >= 0
+            and len(records) == len(known)
+            and all(np.array_equal(records[column], known[column]) for column in ("generation", "check"))
+        )
 
     def changed(self) -> bool:
         """Whether others changed something since."""

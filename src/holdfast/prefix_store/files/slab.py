@@ -91,6 +91,18 @@ class Slab:
         return page_check(page, self.index.model + padded(key) + numbers)
 
     def read_into(self, buffers: Sequence[memoryview], slot: int) -> int:
+        """How much there is: less only where the file ends. A read may bring less than that (a signal, a network): the
+        rest is asked for once more, through the page cache, since it may begin anywhere."""
+        found = self._read_once(buffers, slot)
+        wanted = sum(len(buffer) for buffer in buffers)
+        while found < wanted:
+            more = self._calls.read_into(self._pages, _behind(buffers, found), slot * self.slot_bytes + found)
+            if not more:
+                break
+            found += more
+        return found
+
+    def _read_once(self, buffers: Sequence[memoryview], slot: int) -> int:
         file = self._direct if self.direct and self._direct is not None else self._pages
         try:
             return self._calls.read_into(file, buffers, slot * self.slot_bytes)
@@ -148,3 +160,13 @@ class Slab:
             if file is not None:
                 with contextlib.suppress(OSError):
                     self._calls.close(file)
+
+
+def _behind(buffers: Sequence[memoryview], place: int) -> list[memoryview]:
+    """Without so many of the first bytes."""
+    left = list[memoryview]()
+    for buffer in buffers:
+        if place < len(buffer):
+            left.append(buffer[max(0, place) :])
+        place -= len(buffer)
+    return left

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import struct
 import threading
+import time
 from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
@@ -26,6 +27,9 @@ MARKS = 1 << 18
 """That are remembered: 2 MiB, 4 million tokens of pages of 16."""
 KEPT_S = 7 * 86400
 """After the last note, a record of a model without pages is kept for so long."""
+AT_ONCE, PAUSE_S = 1024, 1e-3
+"""Marks of others that are put into the table before whoever asks meanwhile gets a turn: the engine's thread does. And
+how long it has for that."""
 _WAYS = 8
 _SETS = MARKS // _WAYS
 _SET_SHIFT = 64 - (_SETS - 1).bit_length()
@@ -126,12 +130,12 @@ class FirstUses:
             self._counter = 0
         first = max(self._counter, counter - MARKS)
         marks = np.concatenate([self._read(file, *part) for part in _parts(first, counter)])
-        with self._mutex:
-            if len(marks) < 1024:
-                for mark in marks.tolist():
-                    self._insert(mark)
-            else:
-                self._insert_many(marks)
+        at_once = AT_ONCE if self._counter else len(marks)  # Of the first nobody asks before they are there.
+        for place in range(0, len(marks), at_once or 1):
+            if place:
+                time.sleep(PAUSE_S)  # A lock that is taken again at once is nobody else's in between.
+            with self._mutex:
+                self._insert_many(marks[place : place + at_once])
         self._counter = counter
 
     def _read(self, file: int, first: int, count: int) -> NDArray[np.uint64]:
@@ -139,8 +143,10 @@ class FirstUses:
         return np.frombuffer(data[: len(data) // _MARK_BYTES * _MARK_BYTES], np.uint64)
 
     def _insert_many(self, marks: NDArray[np.uint64]) -> None:
-        """The oldest first. What is in the table already counts as older than all of them."""
-        every = np.concatenate([marks[::-1], self._table.reshape(-1)])
+        """The oldest first. What is in the table already counts as older than all of them. Sets that get none of them
+        are left alone."""
+        touched = np.unique(marks >> np.uint64(_SET_SHIFT)).astype(np.int64)
+        every = np.concatenate([marks[::-1], self._table[touched].reshape(-1)])
         every = every[np.sort(np.unique(every, return_index=True)[1])]
         every = every[every != 0]
         sets = (every >> np.uint64(_SET_SHIFT)).astype(np.int64)
@@ -148,7 +154,7 @@ class FirstUses:
         ordered = sets[order]
         rank = np.arange(len(ordered)) - np.searchsorted(ordered, ordered)
         kept = rank < _WAYS
-        self._table[:] = 0
+        self._table[touched] = 0
         self._table[ordered[kept], rank[kept]] = every[order][kept]
 
     def close(self) -> None:
