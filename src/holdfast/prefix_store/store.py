@@ -55,7 +55,11 @@ class PrefixStore:
         """Slots and generations that are to leave the index."""
         self._used_lock = threading.Lock()
         self._closed = threading.Event()
-        self._reader = None if slab is None else PageReader(slab, self._counts, self._read_rate, self._suspect)
+        self._reader = (
+            None
+            if slab is None
+            else PageReader(slab, self._counts, self._read_rate, self._suspect, self._health.damaged)
+        )
         self._writer: PageWriter | None = None
         self._uses: FirstUses | None = None
         if slab is not None and slab.writable:
@@ -270,6 +274,7 @@ class PrefixStore:
         slab = self._slab
         if slab is None:
             return
+        self._health.tell_damaged()
         with self._used_lock:
             suspects, self._suspects = self._suspects, []
         try:

@@ -24,6 +24,8 @@ from holdfast.records import (
     EngineInfo,
     EngineStats,
     ExpertUse,
+    KVStoreUse,
+    KVTierUse,
     LinkUse,
     LowerTier,
     MemoryReport,
@@ -86,6 +88,17 @@ def test_the_terms_add_up_to_what_the_processes_hold() -> None:
     assert found["given_back"] == -10 * MIB
     assert found["unaccounted"] == (300 + 90 - (90 + 100 + 25 + 20 - 10)) * MIB
     assert sum(value or 0 for value in found.values()) == 390 * MIB == ledger().tiers[0].measured_bytes
+
+
+def test_what_the_store_holds_is_said_once_and_twice_the_same() -> None:
+    tiers = [KVTierUse(tier="ram", held_bytes=1, total_bytes=2), KVTierUse(tier="disk", loaded_bytes_total=7)]
+    stats = EngineStats(kv_tiers=tiers, kv_store=KVStoreUse(held_bytes=9, total_bytes=16))
+    made = make_ledger(INFO, stats, PROCESSES)
+    assert made is not None
+    assert made.kv_tiers == [
+        tiers[0], KVTierUse(tier="disk", loaded_bytes_total=7, held_bytes=9, total_bytes=16)
+    ]  # fmt: skip
+    assert "folder" not in json.loads(msgspec.json.encode(made))["kv_store"]
 
 
 def test_a_peak_of_loading_is_a_peak() -> None:

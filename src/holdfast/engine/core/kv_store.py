@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from holdfast.checkpoints import ModelFiles
 from holdfast.config import EngineConfig
@@ -58,6 +58,7 @@ def open_kv_store(
             fix="start the server again",
         )
     from holdfast.prefix_store import PrefixStore  # With numpy, which a front end does without.
+    from holdfast.prefix_store.stats import DropReason, MissReason
 
     folder = Path(config.kv_store).expanduser()
     size, why = config.kv_store_size, "set with kv_store_size"
@@ -80,11 +81,13 @@ def open_kv_store(
     def use() -> KVStoreUse:
         stats = store.stats()
         return KVStoreUse(
-            folder=str(folder),
             held_bytes=stats.total_bytes,
             total_bytes=size,
             written_today_bytes=stats.written_today_bytes,
             dropped_writes_total=sum(stats.dropped.values()),
+            # With those of which there is none yet: a counter that begins at 1 has no increase.
+            dropped_by_reason={reason: stats.dropped.get(reason, 0) for reason in get_args(DropReason)},
+            missed_by_reason={reason: stats.missed.get(reason, 0) for reason in get_args(MissReason)},
             failing=stats.failing is not None,
         )
 
