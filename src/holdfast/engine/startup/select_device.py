@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from holdfast.config import EngineConfig
 from holdfast.config.parts.offload import offload_request
+from holdfast.engine.startup.layer_folder import check_layer_folder
 from holdfast.errors import ConfigurationError
 from holdfast.footprint.gpu import LEAST_CAPABILITY
 from holdfast.hardware import processor
@@ -28,7 +29,10 @@ def settle_device(
 ) -> EngineConfig:
     """With `auto` become cuda or cpu. `here`, `build`: what this machine has, looked up where they are left out.
 
-    A dtype that the CPU only emulates, or that no compiled kernel computes in, is said before anything is fetched."""
+    A dtype that the CPU only emulates, or that no compiled kernel computes in, and a folder that layers could not be
+    written to, are said before anything is fetched."""
+    if config.nvme_path is not None:
+        check_layer_folder(config.nvme_path)
     settled = _settled(config, here, build)
     if settled.device == "cpu" and settled.dtype == "bfloat16" and not processor().fast_bfloat16:
         log.warning(
