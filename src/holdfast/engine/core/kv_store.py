@@ -61,9 +61,7 @@ def open_kv_store(
     from holdfast.prefix_store.stats import DropReason, MissReason
 
     folder = Path(config.kv_store).expanduser()
-    size, why = config.kv_store_size, "set with kv_store_size"
-    if size is None:
-        size, why = usual_size(folder)
+    size, why = settled_size(config.kv_store_size, folder)
     daily, layout = config.kv_store_daily_writes or DAILY * size, plan.engine.layout
     store = PrefixStore.open(
         folder,
@@ -94,14 +92,32 @@ def open_kv_store(
     return OpenedStore(store, decision, use)
 
 
+def settled_size(asked: int | None, folder: Path) -> tuple[int, str]:
+    """And why. More than there is room for may be meant: other files may leave."""
+    if asked is None:
+        return usual_size(folder)
+    if asked > (room := room_bytes(folder)):
+        log.warning(
+            "kv_store_size is %s, but %s has room for %s, with what the store holds already: pages are dropped when the"
+            " disk is full",
+            format_bytes(asked), folder, format_bytes(room),
+        )  # fmt: skip
+    return asked, "set with kv_store_size"
+
+
 def usual_size(folder: Path) -> tuple[int, str]:
-    """Where none was set, and why. What the store takes already counts as free: else each restart would halve it."""
-    free = shutil.disk_usage(_existing(folder)).free + sum(
-        path.stat().st_blocks * 512 for path in folder.glob("*.pages")
-    )
+    """Where none was set, and why."""
+    free = room_bytes(folder)
     return min(
         KV_STORE_USUAL_BYTES, free // 2
     ), f"half of {format_bytes(free)} free, at most {format_bytes(KV_STORE_USUAL_BYTES)}"
+
+
+def room_bytes(folder: Path) -> int:
+    """What the store takes already counts as free: else the usual size would halve with each restart."""
+    return shutil.disk_usage(_existing(folder)).free + sum(
+        path.stat().st_blocks * 512 for path in folder.glob("*.pages")
+    )
 
 
 def _existing(folder: Path) -> Path:
