@@ -305,7 +305,7 @@ def _link_line(link: LinkUse) -> str:
     rate, share = link.copied_bytes / max(link.busy_s, 1e-9), link.stalled_s / max(link.over_s, 1e-9)
     possible = f" of {link.possible_bytes_per_s / 1e9:.1f}" if link.possible_bytes_per_s else ""
     who, done = ("steps", "read") if link.link == "nvme-ram" else ("the GPU", "copied")
-    waited = f"; {who} waited for it {share:.0%} of the time" if link.stalled_s else ""
+    waited = f"; {who} waited for it {share:.0%} of the time since the start" if link.stalled_s else ""
     return f"link {link.link}: {format_bytes(link.copied_bytes)} {done} at {rate / 1e9:.1f} GB/s{possible}{waited}"
 
 

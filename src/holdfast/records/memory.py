@@ -27,7 +27,7 @@ class LinkUse(msgspec.Struct, frozen=True, kw_only=True):
     stalled_s: float = 0.0
     """That the GPU waited for them; of a disk, that a step did."""
     over_s: float = 0.0
-    """The time in which all this was."""
+    """From the start to the last step, with the time in between in which nobody asked."""
     possible_bytes_per_s: float = 0.0
     """As it was measured at the start, with nothing else to do; 0: it was not."""
 

@@ -144,7 +144,7 @@ def test_a_link_is_told_of() -> None:
     found = make_ledger(INFO, EngineStats(links=[use]), PROCESSES)
     assert found is not None
     assert found.links == [use]
-    assert "at 50.0 GB/s of 55.0; the GPU waited for it 45% of the time" in summary_lines(found)[-1]
+    assert "at 50.0 GB/s of 55.0; the GPU waited for it 45% of the time since the start" in summary_lines(found)[-1]
     text = (
         ServingMetrics("m", engines=[EngineSource(EngineStats, lambda: None)], memory=lambda: found).render().decode()
     )
@@ -172,7 +172,7 @@ def test_the_disk_that_layers_come_from_is_told_of_as_a_link() -> None:
     )
     found = make_ledger(INFO, EngineStats(links=[LinkUse(), disk]), PROCESSES)
     assert found is not None
-    said = "link nvme-ram: 27.94 GiB read at 2.5 GB/s of 2.6; steps waited for it 25% of the time"
+    said = "link nvme-ram: 27.94 GiB read at 2.5 GB/s of 2.6; steps waited for it 25% of the time since the start"
     assert summary_lines(found)[-1] == said
     text = (
         ServingMetrics("m", engines=[EngineSource(EngineStats, lambda: None)], memory=lambda: found).render().decode()
