@@ -17,6 +17,7 @@ _BYTE_UNITS = {
     "g": GIB, "gib": GIB, "gb": 10**9,
     "t": TIB, "tib": TIB, "tb": 10**12,
 }  # fmt: skip
+_NEARLY_A_SIZE = re.compile(r"\s*-?(\d+(?:\.\d+)?(?:[eE]\+?\d{1,2})?)\s*([kKmMgGtTpP])[A-Za-z]*\s*")
 _NUMBER = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -29,10 +30,20 @@ def parse_bytes(text: str | int, *, field: str = "size") -> int:
         raise ConfigurationError(
             f"{field}: {shorten(text)!r} is not a size",
             needed="a number with an optional unit: 512MiB, 22GiB, 22GB",
-            fix="write it as 22GiB, or in bytes",
+            fix=_size_meant(text, field),
             field=field,
         )
     return int(float(found[1]) * _BYTE_UNITS[found[2].lower()])
+
+
+def _size_meant(text: str, field: str) -> str:
+    """Its number is kept: another one, or none, would be another request."""
+    found = _NEARLY_A_SIZE.fullmatch(text)
+    size = float(found[1]) * (KIB if found[2].lower() == "p" else 1) if found is not None else 0.0
+    if found is None or not 0 < size < 1e6:
+        return "write it as 22GiB, or in bytes"
+    meant = f"{size:.10g}{found[2].upper().replace('P', 'T')}iB"
+    return f"{field} {meant}" if field.startswith("--") else f"write it as {meant}"
 
 
 def parse_tokens(text: str | int, *, field: str = "tokens") -> int:

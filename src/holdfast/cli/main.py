@@ -53,6 +53,8 @@ NEAR = 0.6
 JSON = ("plan", "models", "list", "kv-store", "show", "ps", "top", "explain", "doctor", "bench", "tune")
 """Commands with --json."""
 _FLAG = re.compile(r"--[a-zA-Z][\w.-]*")
+_NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)[A-Za-z]*$")
+"""With a unit, too, it is the value of a flag, which refuses it, and no flag."""
 _JOINED = re.compile(r"(-tp|-pp|-dp|-O)(\d+)")
 _SHORT = {short: flag_name(name) for name, spellings in unsupported.SHORT.items() for short in spellings}
 
@@ -82,6 +84,7 @@ class _Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         self._words = list(args or ())
+        self._negative_number_matcher = _NEGATIVE
         return super().parse_known_args(args, namespace)
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:

@@ -89,7 +89,7 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     kv_tiers: list[KVTierUse] = []
     """Of KV pages below the pool, by tier."""
     kv_store: KVStoreUse | None = None
-    """On disk; its folder is not told."""
+    """On disk; its folder is nobody's business who asks over the network."""
     ranks: list[RankMemory] = []
     """Of each, where several compute the model together."""
     engines: list[EngineMemory] = []
@@ -183,10 +183,17 @@ def _ledger(
         decisions=info.decisions,
         links=stats.links,
         experts=stats.experts,
-        kv_tiers=stats.kv_tiers,
-        kv_store=None if stats.kv_store is None else msgspec.structs.replace(stats.kv_store, folder=""),
+        kv_tiers=[_as_stored(tier, stats.kv_store) for tier in stats.kv_tiers],
+        kv_store=stats.kv_store,
         ranks=report.ranks,
     )
+
+
+def _as_stored(tier: KVTierUse, store: KVStoreUse | None) -> KVTierUse:
+    """The scheduler's books do not know what the disk holds: other processes write there, too."""
+    if tier.tier != "disk" or store is None:
+        return tier
+    return msgspec.structs.replace(tier, held_bytes=store.held_bytes, total_bytes=store.total_bytes)
 
 
 def _tier(report: MemoryReport, resident: int) -> TierMemory:
@@ -298,7 +305,7 @@ def _link_line(link: LinkUse) -> str:
     rate, share = link.copied_bytes / max(link.busy_s, 1e-9), link.stalled_s / max(link.over_s, 1e-9)
     possible = f" of {link.possible_bytes_per_s / 1e9:.1f}" if link.possible_bytes_per_s else ""
     who, done = ("steps", "read") if link.link == "nvme-ram" else ("the GPU", "copied")
-    waited = f"; {who} waited for it {share:.0%} of the time" if link.stalled_s else ""
+    waited = f"; {who} waited for it {share:.0%} of the time since the start" if link.stalled_s else ""
     return f"link {link.link}: {format_bytes(link.copied_bytes)} {done} at {rate / 1e9:.1f} GB/s{possible}{waited}"
 
 

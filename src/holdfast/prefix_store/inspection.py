@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from holdfast.errors import ConfigurationError
+from holdfast.errors import ConfigurationError, ModelNotFoundError
 from holdfast.prefix_store.files.calls import Calls
 from holdfast.prefix_store.files.folder import LOCK, StoreFolder
 from holdfast.prefix_store.files.index import DamagedIndexError, pages_in
@@ -20,6 +21,7 @@ from holdfast.prefix_store.files.uses import clear_uses
 from holdfast.prefix_store.reading import PageReader, ReadResult
 from holdfast.prefix_store.room import Room
 from holdfast.prefix_store.stats import Counts, Rate
+from holdfast.units import shorten
 
 VERIFY_BYTES = 64 << 20
 """Read and checked at a time."""
@@ -128,20 +130,29 @@ class StoreInspection:
     def prune(self, *, size_bytes: int | None, unused_s: float | None, model: str | None) -> PruneResult:
         """Pages leave: of this model (a part of its label or the beginning of its name; None: of all) those that were
         not used for so long (None: all), and then of any model the least recently used, until no more than the size
-        is left."""
+        is left. ModelNotFoundError where there is no such model: then nothing leaves."""
         pages = 0
         with self._locked():
             room = Room(self._folder, None, self._calls)
             before = room.tidy()
             if unused_s is not None or model is not None or size_bytes is None:
                 with room.slabs() as slabs:
-                    for slab in slabs:
-                        if model is None or _is_named(slab, model):
-                            pages += self._forget(slab, unused_s)
+                    named = [slab for slab in slabs if model is None or _is_named(slab, model)]
+                    if model is not None and not named:
+                        raise self._no_model(model, slabs)
+                    pages += sum(self._forget(slab, unused_s) for slab in named)
             if size_bytes is not None:
                 pages += room.evict(size_bytes)
             left = room.tidy()
         return PruneResult(pages, before - left, left)
+
+    def _no_model(self, model: str, slabs: Sequence[Slab]) -> ModelNotFoundError:
+        there = ", ".join(slab.index.label or slab.name[:12] for slab in slabs)
+        return ModelNotFoundError(
+            f"no model in the KV store has {shorten(model)!r} in its name, nor does its id begin with it",
+            found=shorten(there or "no model", 400),
+            fix=f"holdfast kv-store ls {shlex.quote(str(self._folder.path))}",
+        )
 
     def _forget(self, slab: Slab, unused_s: float | None) -> int:
         """Pages only: what is being written is another's."""
@@ -192,6 +203,8 @@ class StoreInspection:
         try:
             with self._folder.locked(_LOCK_S):
                 yield
+        except ModelNotFoundError:  # An OSError as well.
+            raise
         except OSError as error:
             raise ConfigurationError(
                 f"the KV store in {self._folder.path} cannot be changed",

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from holdfast.prefix_store.files.index import BLOCK_BYTES
 from holdfast.prefix_store.files.memory import PIECES_AT_ONCE, AlignedMemory, address
 from holdfast.prefix_store.files.slab import Slab, padded
-from holdfast.prefix_store.stats import Counts, MissReason, Rate
+from holdfast.prefix_store.stats import DAMAGED, Counts, MissReason, Rate
 
 log = logging.getLogger("holdfast")
 
@@ -90,10 +90,18 @@ class Ticket:
 
 
 class PageReader:
-    """`suspect`: is told of a page that was not what it should be, by key, slot and generation."""
+    """`suspect`: is told of a page that was not what it should be, by key, slot and generation. `damaged`: of one that
+    nobody changed or removed meanwhile, with what was found."""
 
-    def __init__(self, slab: Slab, counts: Counts, rate: Rate, suspect: Callable[[bytes, int, int], None]) -> None:
-        self._slab, self._counts, self._rate, self._suspect = slab, counts, rate, suspect
+    def __init__(
+        self,
+        slab: Slab,
+        counts: Counts,
+        rate: Rate,
+        suspect: Callable[[bytes, int, int], None],
+        damaged: Callable[[MissReason], None] = lambda _found: None,
+    ) -> None:
+        self._slab, self._counts, self._rate, self._suspect, self._damaged = slab, counts, rate, suspect, damaged
         self._pieces: queue.SimpleQueue[tuple[Ticket, list[_Page]] | None] = queue.SimpleQueue()
         self._asking = threading.Lock()
         """Nothing is asked for behind the word that all is over."""
@@ -198,6 +206,9 @@ class PageReader:
     def _miss(self, ticket: Ticket, reason: MissReason, pages: int = 1) -> None:
         ticket.miss(reason, pages)
         self._counts.miss(reason, pages)
+        if reason in DAMAGED:
+            for _ in range(pages):
+                self._damaged(reason)
 
     def close(self) -> None:
         """What waits is not read any more."""

@@ -17,6 +17,8 @@ DropReason = Literal[
 holds turned out to be wrong while it waited."""
 MissReason = Literal["absent", "evicted", "checksum", "truncated", "I/O error", "cancelled", "closing"]
 """Why a page was not read."""
+DAMAGED: frozenset[MissReason] = frozenset({"checksum", "truncated", "I/O error"})
+"""Of these: the disk has not what was written."""
 
 _FORGET = 0.5
 _MEASURED_S = 0.25

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import shlex
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from holdfast.errors import ConfigurationError
 from holdfast.prefix_store.files.calls import Calls
-from holdfast.prefix_store.files.folder import LOCK_S, BusyError, StoreFolder
+from holdfast.prefix_store.files.folder import LOCK_S, BusyError, StoreFolder, open_parent
 from holdfast.prefix_store.files.index import KEY_BYTES, DamagedIndexError
 from holdfast.prefix_store.files.slab import Slab, padded, slab_name
 from holdfast.prefix_store.files.uses import FirstUses
@@ -55,7 +56,11 @@ class PrefixStore:
         """Slots and generations that are to leave the index."""
         self._used_lock = threading.Lock()
         self._closed = threading.Event()
-        self._reader = None if slab is None else PageReader(slab, self._counts, self._read_rate, self._suspect)
+        self._reader = (
+            None
+            if slab is None
+            else PageReader(slab, self._counts, self._read_rate, self._suspect, self._health.damaged)
+        )
         self._writer: PageWriter | None = None
         self._uses: FirstUses | None = None
         if slab is not None and slab.writable:
@@ -99,6 +104,12 @@ class PrefixStore:
             )
         calls = calls or Calls()
         opened = StoreFolder(folder, calls, create=True, lock_s=lock_s)
+        # In a container a volume is often open to all, and nobody else there.
+        if (parent := open_parent(folder)) is not None:
+            log.warning(
+                "KV store %s: all users can write %s, and so could put another folder in its place; chmod o-w %s",
+                folder, parent, shlex.quote(str(parent)),
+            )  # fmt: skip
         health = DiskHealth(folder, retry_s)
         slab = _open_slab(opened, calls, health, model, page_bytes, label, size_bytes)
         return cls(
@@ -270,6 +281,7 @@ class PrefixStore:
         slab = self._slab
         if slab is None:
             return
+        self._health.tell_damaged()
         with self._used_lock:
             suspects, self._suspects = self._suspects, []
         try:

@@ -27,7 +27,7 @@ class LinkUse(msgspec.Struct, frozen=True, kw_only=True):
     stalled_s: float = 0.0
     """That the GPU waited for them; of a disk, that a step did."""
     over_s: float = 0.0
-    """The time in which all this was."""
+    """From the start to the last step, with the time in between in which nobody asked."""
     possible_bytes_per_s: float = 0.0
     """As it was measured at the start, with nothing else to do; 0: it was not."""
 
@@ -59,17 +59,20 @@ class KVTierUse(msgspec.Struct, frozen=True, kw_only=True):
     stored_bytes_total: int = 0
     held_bytes: int = 0
     total_bytes: int = 0
-    """Both of RAM; of a store on disk see KVStoreUse."""
+    """Of a store on disk what all processes hold there, which /memory alone says: see KVStoreUse."""
 
 
 class KVStoreUse(msgspec.Struct, frozen=True, kw_only=True):
     """Of the store of KV pages on disk, with all processes that share it."""
 
-    folder: str
     held_bytes: int = 0
     total_bytes: int = 0
     written_today_bytes: int = 0
     dropped_writes_total: int = 0
+    dropped_by_reason: dict[str, int] = {}
+    """Their sum is that number."""
+    missed_by_reason: dict[str, int] = {}
+    """Pages that were asked for and not read."""
     failing: bool = False
 
 

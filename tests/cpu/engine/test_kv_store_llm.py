@@ -82,7 +82,9 @@ def test_pages_over_the_budget_of_a_day_are_counted(folder: Path, tmp_path: Path
         llm.generate(prompts, SamplingParams(max_tokens=2), use_tqdm=False)
     use = llm.get_stats().kv_store
     assert use is not None
-    assert use.dropped_writes_total > before
+    assert use.dropped_writes_total == sum(use.dropped_by_reason.values()) > before
+    assert use.dropped_by_reason["write budget"] > 0
+    assert use.missed_by_reason["checksum"] == 0
     assert 0 < use.written_today_bytes <= 1 << 20
     llm.close()
 

@@ -89,6 +89,8 @@ def test_verify_finds_damaged_pages_and_forgets_them_when_asked(
         (["--model", "llama", "--older-than", "11d"], {b"a": 8, b"b": 4}),
         (["--model", "qwen", "--size", "1MiB"], {b"a": 8, b"b": 0}),
         (["--all"], {b"a": 0, b"b": 0}),
+        (["--size", "0"], {b"a": 0, b"b": 0}),
+        (["--older-than", "0"], {b"a": 0, b"b": 0}),
     ],
 )
 def test_prune(folder: Path, words: list[str], left: dict[bytes, int], capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,6 +129,32 @@ def test_no_store_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize("words", [[], ["--all", "--size", "1GiB"], ["--size", "much"], ["--older-than", "long"]])
 def test_prune_that_is_not_clear_removes_nothing(folder: Path, words: list[str]) -> None:
     assert main(["kv-store", "prune", str(folder), *words]) == 2
+    assert pages_left(folder) == {b"a": 8, b"b": 4}
+
+
+@pytest.mark.parametrize(
+    ("words", "doubt", "fix"),
+    [
+        (["--size", "20"], "--size: '20' is not valid: 20 bytes?", "--size 20GiB"),
+        (["--older-than", "7"], "--older-than: '7' is not valid: 7 seconds?", "--older-than 7d"),
+    ],
+)
+def test_a_number_without_its_unit_removes_nothing(
+    folder: Path, words: list[str], doubt: str, fix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["kv-store", "prune", str(folder), *words]) == 2
+    said = capsys.readouterr().err
+    assert doubt in said
+    assert f"fix:    {fix}\n" in said
+    assert pages_left(folder) == {b"a": 8, b"b": 4}
+
+
+def test_a_model_that_is_not_there_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["kv-store", "prune", str(folder), "--model", "mistral", "--size", "0"]) == 1
+    said = capsys.readouterr()
+    assert "no model in the KV store has 'mistral' in its name" in said.err
+    assert "llama-3.1-8b bf16" in said.err
+    assert said.out == ""
     assert pages_left(folder) == {b"a": 8, b"b": 4}
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tiny_gguf import write_tiny_gguf
 
+from holdfast.cli import working_command
 from holdfast.cli.main import main, parse_command_line
 from holdfast.cli.working_command import refused_start
 
@@ -46,6 +47,28 @@ def test_a_value_that_may_be_meant_is_in_the_command(capsys: pytest.CaptureFixtu
     """Not only in the sentence before it."""
     assert main(["serve", "some/model", "--kv-cache-dtype", "fp8_e4m4", "-q", "awk"]) == 2
     assert command_in(capsys.readouterr().err) == ["some/model", "--kv-cache-dtype", "fp8_e4m3", "-q", "awq"]
+
+
+@pytest.mark.parametrize(
+    ("flag", "written", "meant"),
+    [
+        ("--ram", "15GG", "15GiB"),
+        ("--ram", "1e3GiB", "1000GiB"),
+        ("--ram", "-1GiB", "1GiB"),
+        ("--kv-store-size", "5PiB", "5120TiB"),
+        ("--vram", "1.5gigs", "1.5GiB"),
+    ],
+)
+def test_a_size_keeps_its_number(
+    flag: str, written: str, meant: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(working_command, "refused_start", lambda words, parse: None)  # Of a machine of any size.
+    store = ["--kv-store", "/kv"] if flag.startswith("--kv-store") else []
+    assert main(["serve", "some/model", *store, flag, written]) == 2
+    said = capsys.readouterr().err
+    assert f"{flag}: '{written}' is not a size" in said
+    assert f"fix:    {flag} {meant}\n" in said
+    assert command_in(said) == ["some/model", *store, flag, meant]
 
 
 def test_the_setting_that_was_given_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

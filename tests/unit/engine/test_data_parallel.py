@@ -323,11 +323,20 @@ def test_figures_are_added_up() -> None:
     assert (both.running, both.prefix_hits_total, both.running_adapters) == (3, 5, ["a", "b"])
     assert both.kv_tiers == [KVTierUse(tier="ram", hit_tokens_total=6)]
     stores = [
-        KVStoreUse(folder="kv", held_bytes=9, dropped_writes_total=1),
-        KVStoreUse(folder="kv", held_bytes=9, dropped_writes_total=2, failing=True),
-    ]
+        KVStoreUse(held_bytes=9, dropped_writes_total=1, dropped_by_reason={"no room": 1}),
+        KVStoreUse(
+            held_bytes=9, dropped_writes_total=2, dropped_by_reason={"no room": 2}, missed_by_reason={"checksum": 1},
+            failing=True,
+        ),
+    ]  # fmt: skip
     shared = sum_stats([EngineStats(kv_store=one) for one in stores]).kv_store
-    assert shared == KVStoreUse(folder="kv", held_bytes=9, dropped_writes_total=3, failing=True), "one folder for all"
+    assert shared == KVStoreUse(
+        held_bytes=9, dropped_writes_total=3, dropped_by_reason={"no room": 3}, missed_by_reason={"checksum": 1},
+        failing=True,
+    ), "one folder for all"  # fmt: skip
+    disk = KVTierUse(tier="disk", loaded_bytes_total=2, held_bytes=9, total_bytes=16)
+    (disks,) = sum_stats([EngineStats(kv_tiers=[disk])] * 2).kv_tiers
+    assert (disks.loaded_bytes_total, disks.held_bytes, disks.total_bytes) == (4, 9, 16)
     info = sum_info([INFO, INFO])
     assert (info.blocks, info.max_num_seqs, info.max_model_len) == (20, 8, 100)
 

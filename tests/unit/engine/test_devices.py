@@ -4,6 +4,9 @@ really here has tests of its own."""
 from __future__ import annotations
 
 import logging
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ import pytest
 from holdfast.config import EngineConfig
 from holdfast.engine.startup.select_device import settle_device
 from holdfast.errors import ConfigurationError
+from holdfast.hardware import filesystem_type
 from holdfast.hardware.nvidia import NvidiaGpu, NvidiaMachine
 from holdfast.hardware.torch_build import TorchBuild
 from holdfast.planner.serve.gpu_plan import choose_gpu
@@ -116,3 +120,39 @@ def test_of_several_the_one_with_most_memory_free_is_chosen() -> None:
     assert "GPU 1" in decision.line()
     assert "40.00 GiB of 48.00 GiB free" in decision.line()
     assert "CUDA_VISIBLE_DEVICES=GPU-1" in decision.line()
+
+
+@pytest.fixture
+def read_only_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "read-only"
+    folder.mkdir()
+    if subprocess.run(["mount", "--bind", folder, folder], capture_output=True).returncode:
+        pytest.skip("mounting needs root")
+    subprocess.run(["mount", "-o", "remount,bind,ro", folder], check=True)
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def refused_folder(folder: Path) -> ConfigurationError:
+    with pytest.raises(ConfigurationError) as caught:
+        settle_device(EngineConfig(device="cpu", nvme_path=str(folder)))
+    assert caught.value.field == "nvme_path"
+    return caught.value
+
+
+def test_a_folder_for_layers_is_looked_at_before_anything_is_fetched(tmp_path: Path) -> None:
+    assert settle_device(EngineConfig(device="cpu", nvme_path=str(tmp_path))).nvme_path == str(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert refused_folder(tmp_path / "none").fix == f"--nvme-path /var/tmp, or first: mkdir -p {tmp_path / 'none'}"
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", Path("/proc/nope")):
+        assert refused_folder(folder).fix == "--nvme-path /var/tmp"
+
+
+def test_a_folder_for_layers_on_a_read_only_disk_is_refused(read_only_disk: Path) -> None:
+    assert "Read-only file system" in refused_folder(read_only_disk).message
+
+
+@pytest.mark.skipif(filesystem_type(Path("/dev/shm")) != "tmpfs", reason="no tmpfs there")
+def test_a_folder_for_layers_in_memory_is_refused() -> None:
+    assert refused_folder(Path("/dev/shm")).found == "tmpfs"

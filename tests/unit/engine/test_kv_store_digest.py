@@ -13,7 +13,14 @@ import numpy as np
 import pytest
 
 from holdfast.config import EngineConfig
-from holdfast.engine.core.kv_store import computed_as, files_stamp, model_digest, open_kv_store, usual_size
+from holdfast.engine.core.kv_store import (
+    computed_as,
+    files_stamp,
+    model_digest,
+    open_kv_store,
+    settled_size,
+    usual_size,
+)
 from holdfast.errors import ConfigurationError, EngineError
 from holdfast.footprint.cpu import kv_store_bytes
 from holdfast.kvcache import KVLayout, form_groups
@@ -113,6 +120,14 @@ def test_the_usual_size_does_not_shrink_as_the_store_fills(tmp_path: Path, monke
     folder.mkdir()
     (folder / "0a.pages").write_bytes(bytes(range(256)) * (size // 256))
     assert usual_size(folder)[0] == size
+
+
+def test_a_store_larger_than_its_disk_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert settled_size(1 << 20, tmp_path / "kv") == (1 << 20, "set with kv_store_size")
+    assert caplog.messages == []
+    assert settled_size(1 << 60, tmp_path / "kv")[0] == 1 << 60
+    (said,) = caplog.messages
+    assert f"kv_store_size is 1048576.00 TiB, but {tmp_path / 'kv'} has room for " in said
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from holdfast.observability.metrics.engines import EngineCollector, EngineSource
-from holdfast.records import EngineStats, KVTierUse
+from holdfast.records import EngineStats, KVStoreUse, KVTierUse
 
 
 def metrics_of(stats: EngineStats) -> dict[str, float]:
@@ -24,3 +24,20 @@ def test_ram_for_kv_blocks_in_use_has_the_name_that_older_boards_know() -> None:
     )
     assert metrics_of(EngineStats(kv_tiers=[tier]))["vllm:cpu_cache_usage_perc"] == 0.75
     assert metrics_of(EngineStats(kv_tiers=[KVTierUse(tier="disk")]))["vllm:cpu_cache_usage_perc"] == 0
+
+
+def test_pages_that_the_store_did_not_take_or_give_are_counted_by_reason() -> None:
+    use = KVStoreUse(dropped_by_reason={"no room": 2}, missed_by_reason={"checksum": 1, "evicted": 0})
+    stats = EngineStats(kv_tiers=[KVTierUse(tier="disk")], kv_store=use)
+    collector = EngineCollector("tiny", [EngineSource(lambda: stats, lambda: None)])
+    found = {
+        (sample.name, sample.labels["reason"]): sample.value
+        for family in collector.collect()
+        for sample in family.samples
+        if sample.name.startswith("holdfast:kv_store_") and "reason" in sample.labels
+    }
+    assert found == {
+        ("holdfast:kv_store_dropped_writes_total", "no room"): 2,
+        ("holdfast:kv_store_missed_pages_total", "checksum"): 1,
+        ("holdfast:kv_store_missed_pages_total", "evicted"): 0,
+    }

@@ -24,6 +24,8 @@ from holdfast.records import (
     EngineInfo,
     EngineStats,
     ExpertUse,
+    KVStoreUse,
+    KVTierUse,
     LinkUse,
     LowerTier,
     MemoryReport,
@@ -88,6 +90,17 @@ def test_the_terms_add_up_to_what_the_processes_hold() -> None:
     assert sum(value or 0 for value in found.values()) == 390 * MIB == ledger().tiers[0].measured_bytes
 
 
+def test_what_the_store_holds_is_said_once_and_twice_the_same() -> None:
+    tiers = [KVTierUse(tier="ram", held_bytes=1, total_bytes=2), KVTierUse(tier="disk", loaded_bytes_total=7)]
+    stats = EngineStats(kv_tiers=tiers, kv_store=KVStoreUse(held_bytes=9, total_bytes=16))
+    made = make_ledger(INFO, stats, PROCESSES)
+    assert made is not None
+    assert made.kv_tiers == [
+        tiers[0], KVTierUse(tier="disk", loaded_bytes_total=7, held_bytes=9, total_bytes=16)
+    ]  # fmt: skip
+    assert "folder" not in json.loads(msgspec.json.encode(made))["kv_store"]
+
+
 def test_a_peak_of_loading_is_a_peak() -> None:
     engine, front = ledger().processes
     assert engine.peak_bytes == 390 * MIB
@@ -131,7 +144,7 @@ def test_a_link_is_told_of() -> None:
     found = make_ledger(INFO, EngineStats(links=[use]), PROCESSES)
     assert found is not None
     assert found.links == [use]
-    assert "at 50.0 GB/s of 55.0; the GPU waited for it 45% of the time" in summary_lines(found)[-1]
+    assert "at 50.0 GB/s of 55.0; the GPU waited for it 45% of the time since the start" in summary_lines(found)[-1]
     text = (
         ServingMetrics("m", engines=[EngineSource(EngineStats, lambda: None)], memory=lambda: found).render().decode()
     )
@@ -159,7 +172,7 @@ def test_the_disk_that_layers_come_from_is_told_of_as_a_link() -> None:
     )
     found = make_ledger(INFO, EngineStats(links=[LinkUse(), disk]), PROCESSES)
     assert found is not None
-    said = "link nvme-ram: 27.94 GiB read at 2.5 GB/s of 2.6; steps waited for it 25% of the time"
+    said = "link nvme-ram: 27.94 GiB read at 2.5 GB/s of 2.6; steps waited for it 25% of the time since the start"
     assert summary_lines(found)[-1] == said
     text = (
         ServingMetrics("m", engines=[EngineSource(EngineStats, lambda: None)], memory=lambda: found).render().decode()

@@ -68,6 +68,24 @@ def test_swapped_words_and_rows_are_found() -> None:
         assert page_check(other.view(np.uint8).data, b"") != right
 
 
+def test_damage_is_said_at_once_and_then_counted(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for page in (2, 4, 5):
+        flip(file_of(folder, "pages"), (page * PAGE_BYTES + 77) * 8)
+    os.truncate(file_of(folder, "pages"), 7 * PAGE_BYTES)
+    store = opened(folder)
+    served(store, KEYS[2:3])
+    served(store, KEYS[4:])
+    (first,) = caplog.messages
+    assert f"KV store {folder}: 1 page read and not as written (checksum: 1)" in first
+    assert f"holdfast kv-store verify {folder} [HFW11]" in first
+    monkeypatch.setattr(store._health, "_tell_damage_at", 0.0)  # A minute later.
+    until(lambda: len(caplog.messages) > 1)
+    assert "3 pages read and not as written (checksum: 2, truncated: 1)" in caplog.messages[1]
+    store.close(DEADLINE_S)
+
+
 def test_a_flipped_bit_is_a_miss_once_and_then_forgotten(folder: Path) -> None:
     flip(file_of(folder, "pages"), (2 * PAGE_BYTES + 77) * 8 + 3)
     store = opened(folder)

@@ -41,6 +41,16 @@ def test_a_folder_that_others_can_write_is_refused(tmp_path: Path, mode: int) ->
     assert caught.value.fix == f"chmod 700 {tmp_path / 'store'}"
 
 
+@pytest.mark.parametrize(("mode", "warned"), [(0o777, True), (0o703, True), (0o1777, False), (0o775, False)])
+def test_a_folder_above_that_all_can_write_is_warned_of(
+    tmp_path: Path, mode: int, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(mode)
+    opened(tmp_path / "open" / "a" / "store").close(DEADLINE_S)
+    assert [f"all users can write {tmp_path / 'open'}," in said for said in caplog.messages] == [True] * warned
+
+
 def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ConfigurationError, match="HF180") as caught:

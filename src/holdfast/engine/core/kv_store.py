@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from holdfast.checkpoints import ModelFiles
 from holdfast.config import EngineConfig
@@ -58,11 +58,10 @@ def open_kv_store(
             fix="start the server again",
         )
     from holdfast.prefix_store import PrefixStore  # With numpy, which a front end does without.
+    from holdfast.prefix_store.stats import DropReason, MissReason
 
     folder = Path(config.kv_store).expanduser()
-    size, why = config.kv_store_size, "set with kv_store_size"
-    if size is None:
-        size, why = usual_size(folder)
+    size, why = settled_size(config.kv_store_size, folder)
     daily, layout = config.kv_store_daily_writes or DAILY * size, plan.engine.layout
     store = PrefixStore.open(
         folder,
@@ -80,25 +79,45 @@ def open_kv_store(
     def use() -> KVStoreUse:
         stats = store.stats()
         return KVStoreUse(
-            folder=str(folder),
             held_bytes=stats.total_bytes,
             total_bytes=size,
             written_today_bytes=stats.written_today_bytes,
             dropped_writes_total=sum(stats.dropped.values()),
+            # With those of which there is none yet: a counter that begins at 1 has no increase.
+            dropped_by_reason={reason: stats.dropped.get(reason, 0) for reason in get_args(DropReason)},
+            missed_by_reason={reason: stats.missed.get(reason, 0) for reason in get_args(MissReason)},
             failing=stats.failing is not None,
         )
 
     return OpenedStore(store, decision, use)
 
 
+def settled_size(asked: int | None, folder: Path) -> tuple[int, str]:
+    """And why. More than there is room for may be meant: other files may leave."""
+    if asked is None:
+        return usual_size(folder)
+    if asked > (room := room_bytes(folder)):
+        log.warning(
+            "kv_store_size is %s, but %s has room for %s, with what the store holds already: pages are dropped when the"
+            " disk is full",
+            format_bytes(asked), folder, format_bytes(room),
+        )  # fmt: skip
+    return asked, "set with kv_store_size"
+
+
 def usual_size(folder: Path) -> tuple[int, str]:
-    """Where none was set, and why. What the store takes already counts as free: else each restart would halve it."""
-    free = shutil.disk_usage(_existing(folder)).free + sum(
-        path.stat().st_blocks * 512 for path in folder.glob("*.pages")
-    )
+    """Where none was set, and why."""
+    free = room_bytes(folder)
     return min(
         KV_STORE_USUAL_BYTES, free // 2
     ), f"half of {format_bytes(free)} free, at most {format_bytes(KV_STORE_USUAL_BYTES)}"
+
+
+def room_bytes(folder: Path) -> int:
+    """What the store takes already counts as free: else the usual size would halve with each restart."""
+    return shutil.disk_usage(_existing(folder)).free + sum(
+        path.stat().st_blocks * 512 for path in folder.glob("*.pages")
+    )
 
 
 def _existing(folder: Path) -> Path:

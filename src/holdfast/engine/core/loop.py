@@ -402,8 +402,12 @@ class EngineCore:
             )
         if self._store_use is not None:
             use, tiers = self._store_use(), self.scheduler.kv.tiers
-            dropped = use.dropped_writes_total + (0 if tiers is None else tiers.dropped_writes)
-            stats = msgspec.structs.replace(stats, kv_store=msgspec.structs.replace(use, dropped_writes_total=dropped))
+            if tiers is not None:  # These were not even brought to it.
+                reasons = use.dropped_by_reason | {"not brought": tiers.dropped_writes}
+                use = msgspec.structs.replace(
+                    use, dropped_writes_total=sum(reasons.values()), dropped_by_reason=reasons
+                )
+            stats = msgspec.structs.replace(stats, kv_store=use)
         links = [] if self._link_use is None else self._link_use()
         if self._vram is None:
             return msgspec.structs.replace(stats, links=links) if links else stats

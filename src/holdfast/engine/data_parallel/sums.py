@@ -4,7 +4,8 @@ nothing and knows no process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import TypeVar
 
 from msgspec.structs import asdict, replace
@@ -150,10 +151,10 @@ def _sum_tiers(on_ram: bool) -> Callable[[Sequence[TierMemory]], TierMemory]:
 
 
 def _add_tiers(tiers: Sequence[KVTierUse]) -> KVTierUse:
-    return KVTierUse(
-        tier=tiers[0].tier,
-        **{name: sum(getattr(one, name) for one in tiers) for name in KVTierUse.__struct_fields__ if name != "tier"},
-    )
+    added = {name: sum(getattr(one, name) for one in tiers) for name in KVTierUse.__struct_fields__ if name != "tier"}
+    if tiers[0].tier == "disk":  # One folder for all.
+        added |= {name: max(getattr(one, name) for one in tiers) for name in ("held_bytes", "total_bytes")}
+    return KVTierUse(tier=tiers[0].tier, **added)
 
 
 def _sum_stores(stores: Sequence[KVStoreUse]) -> KVStoreUse | None:
@@ -165,8 +166,14 @@ def _sum_stores(stores: Sequence[KVStoreUse]) -> KVStoreUse | None:
         held_bytes=max(one.held_bytes for one in stores),
         written_today_bytes=max(one.written_today_bytes for one in stores),
         dropped_writes_total=sum(one.dropped_writes_total for one in stores),
+        dropped_by_reason=_add_reasons([one.dropped_by_reason for one in stores]),
+        missed_by_reason=_add_reasons([one.missed_by_reason for one in stores]),
         failing=any(one.failing for one in stores),
     )
+
+
+def _add_reasons(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    return {reason: sum(one.get(reason, 0) for one in counts) for reason in dict.fromkeys(chain(*counts))}
 
 
 def _add_links(links: Sequence[LinkUse]) -> LinkUse:

@@ -1,9 +1,16 @@
-"""What `--device auto` means on this machine, and why a GPU that was asked for cannot be had. No torch."""
+"""What `--device auto` means on this machine, and why a GPU that was asked for, or the folder of --nvme-path, cannot be
+had. No torch.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
+import shlex
+import shutil
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 from holdfast.config import EngineConfig
 from holdfast.config.parts.offload import offload_request
@@ -15,6 +22,7 @@ from holdfast.hardware.torch_build import TorchBuild, torch_build
 from holdfast.planner.serve.gpu_plan import too_old
 from holdfast.planner.serve.gpu_ranks import gpus_of_ranks
 from holdfast.planner.serve.shares.engines import gpus_share
+from holdfast.planner.serve.streamed import disk_room
 from holdfast.planner.sizing.dtype import asked_type
 from holdfast.records.sampling import MAX_LOGPROBS, WHOLE_VOCABULARY
 
@@ -28,7 +36,10 @@ def settle_device(
 ) -> EngineConfig:
     """With `auto` become cuda or cpu. `here`, `build`: what this machine has, looked up where they are left out.
 
-    A dtype that the CPU only emulates, or that no compiled kernel computes in, is said before anything is fetched."""
+    A dtype that the CPU only emulates, or that no compiled kernel computes in, and a folder that layers could not be
+    written to, are said before anything is fetched."""
+    if config.nvme_path is not None:
+        _check_layer_folder(config.nvme_path)
     settled = _settled(config, here, build)
     if settled.device == "cpu" and settled.dtype == "bfloat16" and not processor().fast_bfloat16:
         log.warning(
@@ -122,3 +133,25 @@ def _problem(machine: NvidiaMachine, build: TorchBuild | None) -> ConfigurationE
     if all(gpu.capability is not None and gpu.capability < LEAST_CAPABILITY for gpu in machine.gpus):
         return too_old(machine.gpus)
     return None
+
+
+def _check_layer_folder(folder: str) -> None:
+    """Also where all layers stay in memory: tomorrow less of it may be free."""
+    try:
+        os.listdir(folder)  # So that a file is told from a folder.
+        tempfile.TemporaryFile(dir=folder).close()  # Permissions do not tell of a disk that is read-only.
+    except OSError as error:
+        missing = isinstance(error, FileNotFoundError) and _may_be_made(Path(folder))
+        raise ConfigurationError(
+            f"--nvme-path: {error.strerror or error}: {folder}",
+            needed="a folder on a fast disk, in which files can be written",
+            fix="--nvme-path /var/tmp" + (f", or first: mkdir -p {shlex.quote(folder)}" if missing else ""),
+            field="nvme_path",
+        ) from error
+    disk_room(folder, None)  # It refuses what lies in memory.
+
+
+def _may_be_made(folder: Path) -> bool:
+    """Not in /proc, whose size is nothing."""
+    parent = next(one for one in folder.absolute().parents if one.exists())
+    return parent.is_dir() and os.access(parent, os.W_OK) and shutil.disk_usage(parent).total > 0

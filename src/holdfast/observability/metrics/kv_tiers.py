@@ -56,8 +56,19 @@ def kv_tier_metrics(stats: EngineStats, labels: Sequence[str], values: Sequence[
         held = GaugeMetricFamily("holdfast:kv_store_bytes", "Bytes of KV pages in the store on disk.", labels=labels)
         held.add_metric(values, stats.kv_store.held_bytes)
         yield held
-        yield total(
-            "holdfast:kv_store_dropped_writes",
-            "KV pages that were not written to the store: queue full, budget of the day, no room.",
-            stats.kv_store.dropped_writes_total,
-        )
+        for name, help_text, reasons in (
+            (
+                "holdfast:kv_store_dropped_writes",
+                "KV pages that were not written to the store, by reason: queue full, write budget, no room.",
+                stats.kv_store.dropped_by_reason,
+            ),
+            (
+                "holdfast:kv_store_missed_pages",
+                "KV pages that were not read from the store, by reason: checksum, truncated, I/O error, evicted.",
+                stats.kv_store.missed_by_reason,
+            ),
+        ):
+            family = CounterMetricFamily(name, help_text, labels=[*labels, "reason"])
+            for reason, pages in reasons.items():
+                family.add_metric([*values, reason], pages)
+            yield family

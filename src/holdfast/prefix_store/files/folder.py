@@ -157,6 +157,16 @@ def _prepare(path: Path, *, create: bool) -> None:
             path.chmod(0o700)
 
 
+def open_parent(path: Path) -> Path | None:
+    """A folder above in which all users may rename what is others': they could put another store in the place of
+    `path`. Under a sticky bit, as in /tmp, they may not."""
+    for parent in dict.fromkeys((*path.absolute().parents, *path.resolve().parents)):
+        mode = parent.stat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            return parent
+    return None
+
+
 def _unusable(path: Path, what: str, found: str, fix: str) -> ConfigurationError:
     return ConfigurationError(
         f"the folder {path} {what}",

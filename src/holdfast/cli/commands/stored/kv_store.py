@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from holdfast.cli.output import say, say_json
+from holdfast.config.setting import require_memory
 from holdfast.errors import ConfigurationError, printable
-from holdfast.units import counted, format_ago, format_bytes, parse_bytes, parse_duration
+from holdfast.units import counted, format_ago, format_bytes, parse_bytes, parse_duration, shorten
 
 if TYPE_CHECKING:
     from holdfast.prefix_store.inspection import StoreInspection
@@ -33,7 +34,8 @@ EXAMPLES = """examples:
   holdfast kv-store prune DIR --model llama        pages of one model, by its name or its id
   holdfast kv-store prune DIR --all                everything
 
-exit codes: 0 done, 1 verify found damaged pages, 2 no KV store there, or it cannot be used
+exit codes: 0 done, 1 verify found damaged pages, or there is none of the model of --model, 2 no KV store there, or it
+cannot be used
 """
 
 BAR_AFTER_S = 2.0
@@ -125,8 +127,8 @@ def _check_prune(arguments: argparse.Namespace) -> None:
 def _prune(store: StoreInspection, arguments: argparse.Namespace) -> int:
     unused, size = arguments.older_than, arguments.size
     result = store.prune(
-        size_bytes=None if size is None else parse_bytes(size, field="--size"),
-        unused_s=None if unused is None else parse_duration(unused, field="--older-than"),
+        size_bytes=None if size is None else _size_left(size),
+        unused_s=None if unused is None else _unused_s(unused),
         model=arguments.model,
     )
     if arguments.json:
@@ -135,6 +137,25 @@ def _prune(store: StoreInspection, arguments: argparse.Namespace) -> int:
     freed, left = format_bytes(result.freed_bytes), format_bytes(result.left_bytes)
     say([f"{counted(result.pages, 'page')} removed, {freed} freed, {left} left"])
     return 0
+
+
+def _size_left(written: str) -> int:
+    """A number whose unit was forgotten would empty the store; 0 says that it should be."""
+    nbytes = parse_bytes(written, field="--size")
+    return nbytes if nbytes == 0 else require_memory("--size", written, nbytes)
+
+
+def _unused_s(written: str) -> float:
+    unused_s, bare = parse_duration(written, field="--older-than"), written.strip()
+    if unused_s == 0 or not bare.replace(".", "", 1).isdigit():
+        return unused_s
+    raise ConfigurationError(
+        f"--older-than: {shorten(written)!r} is not valid: {counted(unused_s, 'second')}?",
+        needed="a time as a number with its unit: 90s, 12h, 7d",
+        found=shorten(written),
+        fix=f"--older-than {shorten(bare)}d",
+        field="--older-than",
+    )
 
 
 @contextlib.contextmanager
