@@ -49,7 +49,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-moe": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 40, "decoder_sparse_step": 2}),
 }
 SIZES = {"nine-heads": (2, 3, 4, 5), "qwen2": (2, 4), "gemma3": (2, 4), "olmo2": (2, 4), "qwen3-moe": (2, 4)}
-DEAR = {("nine-heads", 3), ("nine-heads", 4), ("gemma3", 4), ("olmo2", 2), ("qwen3-moe", 4)}
+DEAR = {("nine-heads", 3), ("nine-heads", 4), ("nine-heads", 5), ("gemma3", 4), ("olmo2", 2), ("qwen3-moe", 4)}
 """Whose division others of the same family show too."""
 
 

@@ -302,7 +302,8 @@ def test_ctrl_c_while_others_are_stopped_leaves_a_file_that_is_read(tmp_path: Pa
         if threading.current_thread() in late:
             while not stopped._shutdown:
                 time.sleep(0.001)
-            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)  # A signal just before the other thread waits for this one would not be seen until it has.
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
             hurry.wait(PATIENCE_S)
         return os.preadv(file, [piece], offset)
 
