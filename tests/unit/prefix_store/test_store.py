@@ -219,7 +219,8 @@ def test_a_smaller_size_takes_effect_at_the_next_start(tmp_path: Path) -> None:
     store = opened(tmp_path / "store", pages=3)
     assert store.stats().total_bytes == 3 * PAGE_BYTES
     assert len(served(store, KEYS)) == 3
-    assert file_of(tmp_path / "store", "pages").stat().st_blocks * 512 <= 3 * PAGE_BYTES
+    # A file system takes a block of its own for where the parts of a file lie, if those are many.
+    assert file_of(tmp_path / "store", "pages").stat().st_blocks * 512 <= 3 * PAGE_BYTES + 4096
     store.close(DEADLINE_S)
 
 
