@@ -66,6 +66,10 @@ class Offload:
     @property
     def verdict(self) -> str:
         """Behind `does not fit on the GPU`, for people."""
+        return self.verdict_naming("--nvme SIZE")
+
+    def verdict_naming(self, disk: str) -> str:
+        """`disk`: the flag that names one, which of a plan is another than of a server."""
         placed = self.placement
         what, stays, disk_short = _what(placed), _stays(placed), 0
         if not isinstance(placed, ExpertPlacement):
@@ -75,7 +79,7 @@ class Offload:
         if not self.known:
             return f"runs with {what}, given {format_bytes(placed.free_ram_bytes)} of free RAM"
         if placed.ram_short_bytes:
-            more = "" if placed.plan.question.machine.nvme_bytes else "; --nvme SIZE names a disk for the others"
+            more = "" if placed.plan.question.machine.nvme_bytes else f"; {disk} names a disk for the others"
             return f"RAM is {format_bytes(placed.ram_short_bytes)} short for {what}{more}"
         if disk_short:
             return f"the disk is {format_bytes(disk_short)} short for {what}"
