@@ -84,10 +84,16 @@ class OffloadRequest:
         if self.expert_layers:
             return "--cpu-moe" if self.expert_layers == MOST_LAYERS else f"--n-cpu-moe {self.expert_layers}"
         if self.gpu_layers is not None:
-            return f"--gpu-layers {self.gpu_layers}"
+            return f"--gpu-layers {'all' if self.gpu_layers == MOST_LAYERS else self.gpu_layers}"
         if self.groups is not None:
             return "--offload-group-size {} --offload-num-in-group {}".format(*self.groups)
         return f"--cpu-offload-gb {self.cpu_bytes / GIB:g}"
+
+    @property
+    def flags(self) -> str:
+        """With the one that refuses: beside it, at most all layers are asked for."""
+        asked = [self.flag] if self.by_hand or self.experts_by_hand else []
+        return " and ".join(["--no-offload", *asked] if self.refused else asked)
 
 
 NO_REQUEST = OffloadRequest()

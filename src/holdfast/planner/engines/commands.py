@@ -155,7 +155,7 @@ def _offload_settings(fit: Plan) -> dict[str, object]:
     on_disk = on_disk or (machine.kind == "cpu" and settings.streamed_layers)
     alone = fit.ranks[0].device.budget_bytes is None and not asked.by_hand  # `serve` takes --ram alone for a CPU's.
     return {
-        "gpu_layers": asked.gpu_layers,
+        "gpu_layers": "all" if asked.gpu_layers == MOST_LAYERS else asked.gpu_layers,
         "cpu_offload_gb": f"{asked.cpu_bytes / GIB:g}" if asked.cpu_bytes else None,
         "offload_group_size": group,
         "offload_num_in_group": number,
