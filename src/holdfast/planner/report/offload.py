@@ -30,10 +30,12 @@ class Offload:
     placement: Placement | ExpertPlacement
     throughput: Throughput | None
     """None: the rates of the GPU are not known, or it does not run."""
+    faster: str | None = None
+    """Of what was asked for by hand: what is faster; None: nothing that is known."""
 
     @staticmethod
-    def of(placement: Placement | ExpertPlacement) -> Offload:
-        return Offload(placement, throughput(placement.plan) if placement.fits else None)
+    def of(placement: Placement | ExpertPlacement, faster: str | None = None) -> Offload:
+        return Offload(placement, throughput(placement.plan) if placement.fits else None, faster)
 
     @property
     def known(self) -> bool:
@@ -146,6 +148,8 @@ def _rates(offload: Offload) -> Iterator[str]:
         each = f" of {counted(tokens, 'token')} each" if tokens else ""
         said = f"{decode.batch:,} at once{each}: about {shown} tokens/s ({low} to {high})"
         yield f"{said}, limited by {decode.limited_by}"
+    if offload.faster is not None:
+        yield offload.faster
     if isinstance(placed, ExpertPlacement):
         if rate is not None:
             shown = shown_rate(rate.prefill.tokens_per_s)
@@ -153,20 +157,20 @@ def _rates(offload: Offload) -> Iterator[str]:
         if placed.fits:
             yield from other_way_lines(placed)
     else:
-        yield from _experts(placed)
+        yield from _experts(placed, faster=offload.faster is not None)
     if offload.price is not None:
         yield f"price of KV: {offload.price}"
 
 
-def _experts(placed: Placement) -> Iterator[str]:
-    """Of a mixture of experts, what streaming whole layers costs it."""
+def _experts(placed: Placement, *, faster: bool) -> Iterator[str]:
+    """Of a mixture of experts, what streaming whole layers costs it. `faster`: what helps was said."""
     spec = placed.plan.question.model.spec
     routed = [spec.layers[layer].experts for layer in placed.streamed.layers]
     kind = next((experts for experts in routed if experts is not None), None)
     if kind is not None:
+        helps = "" if faster else ": with RAM for the experts alone, or weights in fewer bits, it is faster"
         yield (
-            f"all experts of a streamed layer are moved, though a token uses {kind.per_token} of {kind.count}: with RAM"
-            " for the experts alone, or weights in fewer bits, it is faster"
+            f"all experts of a streamed layer are moved, though a token uses {kind.per_token} of {kind.count}{helps}"
         )
 
 
