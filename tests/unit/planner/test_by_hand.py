@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from holdfast.errors import ConfigurationError
 from holdfast.planner import api
 from holdfast.planner.fit.placement import Placement
+from holdfast.units import format_bytes
 
 
 @pytest.mark.parametrize(
@@ -34,3 +36,26 @@ def test_what_is_as_fast_by_hand_is_left() -> None:
     slow, fast = (api.plan("llama-3.1-70b-awq", **machine, gpu_layers=count) for count in (20, most))
     assert "leave --gpu-layers 20 out: about 1.3 tokens/s" in " ".join(str(slow).split())
     assert "leave --gpu-layers" not in str(fast)
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "needed", "found"),
+    [
+        ("gpt-oss-120b", "rtx4090", "a model that Holdfast runs", "it lacks a decoder of the gpt_oss family"),
+        ("qwen3-30b-a3b", "mi300x", "a GPU that Holdfast runs on", "Holdfast has kernels for NVIDIA GPUs only"),
+        ("qwen3-30b-a3b", "rtx4090x2", "one GPU with memory of its own", "2 x rtx4090"),
+    ],
+)
+def test_what_keeps_experts_out_of_ram_is_named(model: str, gpu: str, needed: str, found: str) -> None:
+    with pytest.raises(ConfigurationError, match="experts cannot wait in RAM here") as caught:
+        api.plan(model, gpu=gpu, ram="128GiB", n_cpu_moe=30)
+    assert caught.value.code == "HF136"
+    assert caught.value.needed == needed
+    assert found in str(caught.value.found)
+
+
+def test_ram_that_llama_cpp_takes_for_layers_is_said() -> None:
+    found = api.plan("gpt-oss-120b", engine="llama.cpp", gpu="rtx4090", ram="128GiB")
+    assert found.partly is not None
+    takes = f"{format_bytes(found.partly.ram_bytes)} of it for the layers that the CPU computes"
+    assert f"RAM: 128.00 GiB free, {takes}" in str(found)

@@ -21,6 +21,7 @@ from holdfast.footprint.cpu import FRONT_BYTES
 from holdfast.footprint.identity_key import Same
 from holdfast.footprint.streamed import StreamedLayers, last_of_groups, streamed_layers
 from holdfast.observability.decisions import Decision
+from holdfast.planner.compat.gpu_kernels import lacks_engine
 from holdfast.planner.fit.count import counted_for, streamed_on_gpu
 from holdfast.planner.fit.result import Plan
 from holdfast.planner.fit.search import fit
@@ -107,13 +108,28 @@ def check_can_stream(question: Question) -> None:
         device = question.machine.devices[0]
         what = "experts cannot wait in RAM" if asked.experts_by_hand else "layers cannot be streamed"
         of_machine = ", whose memory is the machine's" if device.unified else ""
-        split = _split(question)
+        split, unsupported = _split(question), question.model.spec.unsupported
+        needed = "one GPU with memory of its own" + (", and one rank" if split else "")
+        found = f"{device.name}{of_machine}{f', with {split}' if split else ''}"
+        fix = f"leave {split} out, or {asked.flag}" if split else "leave it out"
+        lacking = lacks_engine("holdfast", [device.gpu])
+        if lacking is not None:
+            needed, found, fix = "a GPU that Holdfast runs on", lacking, "leave it out"
+        elif unsupported:
+            needed, found = (
+                "a model that Holdfast runs",
+                f"{question.model.spec.family}: Holdfast cannot run this model",
+            )
+            found += f" yet: it lacks {', '.join(unsupported)}"
+            fix = "leave it out; --for llama.cpp plans which layers llama.cpp keeps in RAM"
+        elif len(question.machine.devices) > 1 and not split:
+            found = f"{len(question.machine.devices)} x {device.name}"
         raise ConfigurationError(
             f"{asked.flag}: {what} here",
             code=CANNOT_STREAM,
-            needed="one GPU with memory of its own" + (", and one rank" if split else ""),
-            found=f"{device.name}{of_machine}{f', with {split}' if split else ''}",
-            fix=f"leave {split} out, or {asked.flag}" if split else "leave it out",
+            needed=needed,
+            found=found,
+            fix=fix,
             field="gpu_layers",
         )
 

@@ -149,6 +149,8 @@ def _devices(answer: PlanFindings, width: int, paint: Paint) -> Iterator[str]:
     if answer.question.machine.ram_bytes is not None and answer.question.machine.kind == "gpu" and not answer.offload:
         kept = [f"{one.value} of it for KV blocks" for one in answer.decisions if one.field == "kv_ram"]
         use = kept[0] if kept else "not used by this plan"
+        if answer.partly is not None and answer.partly.may_run:
+            use = f"{format_bytes(answer.partly.ram_bytes)} of it for the layers that the CPU computes"
         yield f"RAM: {format_bytes(answer.question.machine.ram_bytes)} free, {use}"
 
 
