@@ -211,6 +211,29 @@ def _least_pool_bytes(question: Question, plan: Plan) -> int:
     return 0 if question.settings.max_model_len is None else plan.needed_bytes(plan.ranks[0]) + SPARE_BYTES
 
 
+def length_to_set(plan: Plan) -> int:
+    """The context with which as much stays on the GPU where it is set: one that is set has SPARE_BYTES beside its KV,
+    and takes smaller tables than the model's own."""
+    question, length = plan.question, plan.limits.max_model_len
+    asked = question.settings.offload
+    if not question.settings.offloads or question.stated or asked.by_hand or asked.experts_by_hand:
+        return length
+
+    def beside(room_bytes: int) -> int:
+        return plan.ranks[0].kv.longest(max(0, room_bytes - SPARE_BYTES), length)
+
+    def room(asked: int) -> int:
+        # How many layers stay is found before it is known which of the others lie on a disk.
+        settings = replace(question.settings, max_model_len=asked, layers_on_disk=0, embedding_on_disk=False)
+        return fit(replace(question, settings=settings)).ranks[0].room_bytes
+
+    shortest = beside(plan.ranks[0].room_bytes)
+    if shortest < CPU_USEFUL_TOKENS:
+        return length
+    # Tables of the shortest leave most room: a context for that may lack a little of it, and the next does not.
+    return beside(room(beside(room(shortest))))
+
+
 def for_sequences(counts: Sequence[int], moved: Callable[[int], int], planned: Callable[[int], Plan]) -> int:
     """Which of `counts`, of what does not stay, where the sequences and their length were both set: the one with which
     sequences of that length, side by side, have most tokens a second, unless one of them would be slower by much. Where
