@@ -359,6 +359,13 @@ def with_streamed(question: Question, streamed: int, on_disk: int, max_model_len
     return replace(question, settings=settings)
 
 
+def with_more_streamed(placed: Placement, more: int) -> Placement:
+    """The same with so many layers fewer on the GPU. Not of groups, which say themselves how many."""
+    question, count = placed.plan.question, len(placed.streamed.layers) + more
+    whole = replace(question, settings=replace(question.settings, embedding_on_disk=False))
+    return _over_host(fit(with_streamed(whole, count, 0, question.settings.max_model_len)))
+
+
 def _over_host(plan: Plan) -> Placement:
     """Of the plan's streamed layers, as few on the disk as RAM does not hold."""
     settings, machine = plan.question.settings, plan.question.machine
