@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from holdfast.config.tuning import TUNING, taken_value
 from holdfast.config.unsupported import asks_nothing
 from holdfast.errors import ConfigurationError
-from holdfast.units import MIB, parse_bytes, parse_tokens, shorten
+from holdfast.units import GIB, MIB, parse_bytes, parse_tokens, shorten
 
 Parser = Callable[[str, Any], Any]
 """(field, what was written) -> value, or ConfigurationError. Takes text and already typed values alike."""
@@ -130,6 +130,26 @@ def number(low: float, high: float, *, usual: float | None = None) -> Parser:
             meant = found / 100 if found is not None and percent else usual
             fix = "leave it out" if meant is None else f"{field} {meant:g}"
             raise _wrong(field, value, f"a number from {low:g} to {high:g}", fix)
+        return found
+
+    return parse
+
+
+def gibibytes(most: int) -> Parser:
+    """A bare number, as vLLM takes it; a size with its unit is what it comes to."""
+
+    def parse(field: str, value: Any) -> float:
+        try:
+            found = float(value) if not isinstance(value, bool) else None
+        except (TypeError, ValueError):
+            found = None
+        if found is None or not 0 <= found <= most:
+            try:
+                meant = parse_bytes(value) / GIB if found is None and isinstance(value, str) else most + 1.0
+            except (ConfigurationError, OverflowError):
+                meant = most + 1.0
+            fix = f"{field} {meant:g}" if meant <= most else "leave it out"
+            raise _wrong(field, value, f"a number of GiB, without the unit, from 0 to {most:,}", fix)
         return found
 
     return parse

@@ -147,3 +147,29 @@ def test_none_of_it_is_said_to_have_no_effect() -> None:
     from holdfast.config.tuning import TUNING
 
     assert not [name for name in TUNING if "offload" in name and not name.startswith(("kv_", "sleep_"))]
+
+
+@pytest.mark.parametrize(
+    ("given", "fix"),
+    [
+        ("10GiB", "cpu_offload_gb 10"),
+        ("512MiB", "cpu_offload_gb 0.5"),
+        ("much", "leave it out"),
+        ("-1", "leave it out"),
+        ("9" * 400 + "GiB", "leave it out"),
+    ],
+    ids=["GiB", "MiB", "words", "negative", "endless"],
+)
+def test_gibibytes_with_their_unit_are_told_as_the_number(given: str, fix: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        EngineConfig.from_arguments(cpu_offload_gb=given)
+    assert caught.value.needed == "a number of GiB, without the unit, from 0 to 1,048,576"
+    assert str(caught.value.fix).removeprefix("--").replace("-", "_").startswith(fix.replace("-", "_"))
+
+
+@pytest.mark.parametrize(("given", "fix"), [("-3", "all"), ("70000", "all"), ("many", "leave it out")])
+def test_the_words_for_all_layers_are_told(given: str, fix: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        EngineConfig.from_arguments(gpu_layers=given)
+    assert "all, or auto" in str(caught.value.needed)
+    assert str(caught.value.fix).endswith(fix)

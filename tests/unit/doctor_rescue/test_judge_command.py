@@ -522,3 +522,21 @@ def test_a_flag_of_another_engine_is_translated(command: str, fixed: str) -> Non
     assert parsed is not None
     changes = {flag: value for one in flag_findings(parsed, None) if one.fix for flag, value in one.fix.changes.items()}
     assert parsed.with_changes(changes) == fixed
+
+
+def test_a_disk_of_the_command_holds_what_ram_does_not(tmp_path: Path) -> None:
+    command = "holdfast serve smollm2 --device cpu --ram 940MiB"
+    assert not _judged(command, None).healthy
+    assert _judged(f"{command} --nvme-path {tmp_path}", None).healthy
+    assert not _judged(f"{command} --nvme-path {tmp_path} --nvme 1MiB", None).healthy
+
+
+def test_a_folder_of_another_machine_is_not_looked_for_here(tmp_path: Path) -> None:
+    command = "holdfast serve llama-3.1-70b-awq --device cuda --ram 12734MiB"
+    there = f"{command} --nvme-path {tmp_path / 'there'}"
+    found = _judged(there, ram="16GiB")
+    assert found.healthy
+    assert "of these from NVMe" in found.seen[-1]
+    assert not _judged(f"{there} --nvme 1GiB", ram="16GiB").healthy
+    # What is named is a flag of the command's, not of a plan's.
+    assert "--nvme-path DIR names a disk" in _judged(command, ram="16GiB").seen[-1]

@@ -10,6 +10,7 @@ import pytest
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigurationError
 from holdfast.planner import api
+from holdfast.planner.fit.placement import Placement
 from holdfast.planner.fit.search import fit
 from holdfast.planner.serve.streamed import with_streamed_layers
 
@@ -52,3 +53,23 @@ def test_a_folder_that_is_not_there_is_refused_as_by_serve(tmp_path: Path) -> No
         api.plan(MODEL, gpu="rtx4090", nvme_path=str(tmp_path / "nowhere"))
     assert caught.value.field == "nvme_path"
     assert str(caught.value.fix).startswith("mkdir -p")
+
+
+def test_the_price_of_kv_is_that_of_the_disk_where_it_takes_the_layers() -> None:
+    machine = {"gpu": "rtx4090", "ram": "16GiB", "nvme": "1TB"}
+    found = api.plan("llama-3.1-70b-awq", **machine)
+    assert found.offload is not None
+    assert isinstance(found.offload.placement, Placement)
+    before = found.offload.placement
+    after = api.plan("llama-3.1-70b-awq", **machine, gpu_layers=before.resident - 6).offload
+    assert after is not None
+    assert isinstance(after.placement, Placement)
+    assert len(after.placement.streamed.on_disk) == len(before.streamed.on_disk) + 6
+    assert found.offload.throughput is not None
+    assert after.throughput is not None
+    speeds = [one.one.estimate.tokens_per_s for one in (found.offload.throughput, after.throughput)]
+    price = f"6 more layers streamed, 6 of them from NVMe: {1 - speeds[1] / speeds[0]:.0%} fewer tokens/s"
+    assert price in str(found.offload.price)
+    in_ram = api.plan("llama-3.1-70b-awq", gpu="rtx4090", ram="64GiB", nvme="1TB").offload
+    assert in_ram is not None
+    assert str(in_ram.price).endswith("6 more layers streamed, 13% more bytes a step")

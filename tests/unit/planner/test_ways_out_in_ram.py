@@ -3,11 +3,13 @@ shorter context."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
+from holdfast.planner import api
 from holdfast.planner.advice.remedies import ways_out
 from holdfast.planner.advice.remedy import Remedy
 from holdfast.planner.fit.placement import place
@@ -60,3 +62,25 @@ def test_weights_in_eight_and_four_bits_are_tried_the_fastest_first(
     assert speeds == sorted(speeds, reverse=True)
     assert "without calibration" in (ways[0].note or "")
     assert "without calibration" in (ways[0].price or "")
+
+
+@pytest.mark.parametrize(
+    ("settings", "flags", "said"),
+    [
+        ({"offload": False}, "--offload", "--no-offload left out: "),
+        ({"gpu_layers": "all"}, "--gpu-layers auto", "--gpu-layers all left out: "),
+        ({"offload": False, "gpu_layers": "all"}, "--offload --gpu-layers auto",
+         "--no-offload and --gpu-layers all left out: "),
+    ],
+)  # fmt: skip
+def test_what_alone_forbids_layers_in_ram_is_left_out(settings: dict[str, object], flags: str, said: str) -> None:
+    machine = {"gpu": "rtx4090", "ram": "64GiB"}
+    found, left = (api.plan("llama-3.1-70b-awq", **machine, **one) for one in (settings, {}))
+    assert left.offload is not None
+    best = found.ways_out[0]
+    assert (best.kind, best.flags) == ("tiers", flags)
+    assert best.change.startswith(f"{said}{left.offload.placement.resident} of 80 layers on the GPU")
+    assert best.available
+    assert [way for way in found.ways_out if way.tiers is not None] == [best]
+    # Both are compared by it.
+    assert re.search(r"2 x rtx4090 instead of 1 [^-]* tokens/s for one --gpu", " ".join(str(found).split()))

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from holdfast.config.setting import choice, flag, memory, number, optional, setting, text, texts, whole
+from holdfast.config.setting import choice, flag, gibibytes, memory, number, optional, setting, text, texts, whole
 from holdfast.errors import ConfigurationError
 from holdfast.units import GIB
 
@@ -84,10 +84,16 @@ class OffloadRequest:
         if self.expert_layers:
             return "--cpu-moe" if self.expert_layers == MOST_LAYERS else f"--n-cpu-moe {self.expert_layers}"
         if self.gpu_layers is not None:
-            return f"--gpu-layers {self.gpu_layers}"
+            return f"--gpu-layers {'all' if self.gpu_layers == MOST_LAYERS else self.gpu_layers}"
         if self.groups is not None:
             return "--offload-group-size {} --offload-num-in-group {}".format(*self.groups)
         return f"--cpu-offload-gb {self.cpu_bytes / GIB:g}"
+
+    @property
+    def flags(self) -> str:
+        """With the one that refuses: beside it, at most all layers are asked for."""
+        asked = [self.flag] if self.by_hand or self.experts_by_hand else []
+        return " and ".join(["--no-offload", *asked] if self.refused else asked)
 
 
 NO_REQUEST = OffloadRequest()
@@ -113,7 +119,13 @@ def _layers(field: str, value: Any) -> int | None:
         return None
     if written == "all":
         return MOST_LAYERS
-    return int(whole(0, MOST_LAYERS)(field, value))
+    try:
+        return int(whole(0, MOST_LAYERS)(field, value))
+    except ConfigurationError as error:
+        error.needed = f"a whole number from 0 to {MOST_LAYERS:,}, all, or auto: as many as fit"
+        if error.fix != "leave it out":  # A number, but none that is possible.
+            error.fix = f"leave it out, or {field} all"
+        raise
 
 
 def offload_setting() -> Any:
@@ -141,7 +153,7 @@ def cpu_offload_gb_setting() -> Any:
         0.0,
         "GiB of weights to keep in RAM, in whole layers that are copied to the GPU for every step; default: what does "
         "not fit on the GPU",
-        number(0, 1 << 20),
+        gibibytes(1 << 20),
         metavar="GIB",
     )
 
@@ -429,11 +441,11 @@ def yield_to_neighbours_setting() -> Any:
 
 
 def kv_offloading_size_setting() -> Any:
-    return setting(None, "same as --kv-ram, in GiB", optional(number(0, 1 << 20)), metavar="GIB")
+    return setting(None, "same as --kv-ram, in GiB", optional(gibibytes(1 << 20)), metavar="GIB")
 
 
 def swap_space_setting() -> Any:
-    return setting(None, "same as --kv-ram, in GiB; older vLLM's name", optional(number(0, 1 << 20)), metavar="GIB")
+    return setting(None, "same as --kv-ram, in GiB; older vLLM's name", optional(gibibytes(1 << 20)), metavar="GIB")
 
 
 def kv_ram_bytes(config: KVTierSettings) -> int | None:

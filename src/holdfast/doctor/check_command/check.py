@@ -250,7 +250,7 @@ def _planned(command: ServerCommand, machine: CommandMachine, version: str | Non
         idle = [f"{one.message}; {one.fix}" for one in told.warnings if one.code == _IDLE and spare]
         words = budget_words(command, told, split)
         if not told.fits and told.offload is not None:
-            words += f"; {told.offload.verdict}"
+            words += f"; {told.offload.verdict_naming('--nvme-path DIR')}"
         return findings, other, [*first, f"{seen[-1]}; {words}", *idle]
     except HoldfastError as error:
         if error.code == BEYOND_MODEL and stretched(command):

@@ -41,6 +41,7 @@ class CommandMachine:
 def question_for(command: ServerCommand, machine: CommandMachine, version: str | None) -> Question:
     from holdfast.planner.advice.remedy import with_settings
     from holdfast.planner.compat.vllm_release import parse_vllm
+    from holdfast.planner.inputs.machine import NVME_LIMIT_BYTES
 
     given: dict[str, object] = {}
     for setting in profile(command.engine).planned:
@@ -58,6 +59,10 @@ def question_for(command: ServerCommand, machine: CommandMachine, version: str |
         given["offload"] = False
     if command.engine == "holdfast" and command.has("cpu-moe"):
         given["cpu_moe"] = True
+    if machine.named and "nvme_path" in given:
+        # Its folder is on that machine, whose disk is not known: as large as was said.
+        del given["nvme_path"]
+        given.setdefault("nvme", NVME_LIMIT_BYTES)
     if command.engine == "vllm":
         switches = ("enable-expert-parallel", "enforce-eager")
         given |= {switch.replace("-", "_"): True for switch in switches if command.has(switch)}

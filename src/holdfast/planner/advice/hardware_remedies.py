@@ -145,11 +145,12 @@ def _machine(question: Question, named: Mapping[str, object]) -> Machine:
 
 
 def left_to_the_plan(found: Plan, offered: Sequence[Remedy]) -> Iterator[list[Change]]:
-    """Without what was set by hand of layers or experts in RAM: all on the GPU, or as many as fit."""
+    """Without what was set by hand of layers or experts in RAM, or what refuses these: all on the GPU, or as many as
+    fit."""
     question, undone = without_hand(found.question)
     if question is found.question or not can_stream(question):
         return
-    what = f"{found.question.settings.offload.flag} left out"
+    what = f"{found.question.settings.offload.flags} left out"
     whole = fit(question)
     if whole.fits:
         yield [Change(question, undone, f"{what}: all layers on the GPU", fit=whole)]

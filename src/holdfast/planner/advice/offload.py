@@ -26,7 +26,7 @@ from holdfast.planner.advice.throughput import (
     usual_context,
 )
 from holdfast.planner.fit.network import GB
-from holdfast.planner.fit.placement import STREAMED_TOKENS, Placement
+from holdfast.planner.fit.placement import STREAMED_TOKENS, Placement, with_more_streamed
 from holdfast.planner.fit.search import Plan
 from holdfast.planner.sizing.sharded_weights import layer_bytes, rank_bytes, weights_of
 from holdfast.units import counted
@@ -78,10 +78,24 @@ def kv_price(placed: Placement) -> str | None:
     more = -(-plan.ranks[0].kv.needed_bytes(1, tokens) // max(1, streamed.place_bytes))
     if more > placed.resident:
         return None
-    share = more * streamed.waiting_bytes / streamed.moved_bytes
-    return (
-        f"{counted(tokens, 'token')} more of KV: {counted(more, 'more layer')} streamed, {share:.0%} more bytes a step"
+    said = f"{counted(tokens, 'token')} more of KV: {counted(more, 'more layer')} streamed"
+    return _price_of_disk(placed, more, said) or (
+        f"{said}, {more * streamed.waiting_bytes / streamed.moved_bytes:.0%} more bytes a step"
     )
+
+
+def _price_of_disk(placed: Placement, more: int, said: str) -> str | None:
+    """None: RAM holds these layers too, or it is not known how fast a step is with them."""
+    question = placed.plan.question
+    if not question.machine.nvme_bytes or question.settings.offload.groups is not None:
+        return None
+    after = with_more_streamed(placed, more)
+    from_disk = len(after.streamed.on_disk) - len(placed.streamed.on_disk)
+    rates = [throughput(one.plan) for one in (placed, after)]
+    if from_disk <= 0 or not after.fits or rates[0] is None or rates[1] is None:
+        return None
+    share = 1 - rates[1].one.estimate.tokens_per_s / rates[0].one.estimate.tokens_per_s
+    return f"{said}, {from_disk} of them from NVMe: {share:.0%} fewer tokens/s of one sequence"
 
 
 def place(fit: Plan) -> Tiers | None:

@@ -135,8 +135,8 @@ class Remedy:
             if name == "ram_bytes":
                 assert isinstance(value, int)
                 words += ["--ram", f"{-(-value // MIB)}MiB" if value % GIB else f"{value // GIB}GiB"]
-            elif value is False:
-                words.append("--no-" + name.replace("_", "-"))
+            elif isinstance(value, bool):
+                words.append(("--" if value else "--no-") + name.replace("_", "-"))
             elif name != "gpus":  # `gpu` says the same with the kind
                 words += ["--" + name.replace("_", "-"), shlex.quote(str(value))]
         return " ".join(words)
@@ -186,20 +186,21 @@ def changed(question: Question, settings: Mapping[str, object]) -> Question:
 
 
 def without_hand(question: Question) -> tuple[Question, dict[str, object]]:
-    """The same where nothing was set by hand of layers and experts in RAM, and the flags that undo what was: of
-    patterns there is none. The same question: nothing was."""
+    """The same where nothing was set by hand of layers and experts in RAM, nor that none shall be there, and the flags
+    that undo what was: of patterns there is none. The same question: nothing was."""
     asked = question.settings.offload
-    if not asked.by_hand and not asked.experts_by_hand:
+    if not asked.refused and not asked.by_hand and not asked.experts_by_hand:
         return question, {}
     groups = {"offload_group_size": 0, "offload_num_in_group": 1, "offload_backend": "auto"}
     undone: dict[str, object] = {
+        **({"offload": True} if asked.refused else {}),
         **({} if asked.gpu_layers is None else {"gpu_layers": "auto"}),
         **({"cpu_offload_gb": 0} if asked.cpu_bytes else {}),
         **({} if asked.groups is None else groups),
         **({"n_cpu_moe": 0} if 0 < asked.expert_layers < MOST_LAYERS else {}),
         **({"cpu_moe": False} if asked.expert_layers == MOST_LAYERS else {}),
     }
-    left = replace(asked, gpu_layers=None, cpu_bytes=0, groups=None, expert_layers=0, overrides=())
+    left = replace(asked, refused=False, gpu_layers=None, cpu_bytes=0, groups=None, expert_layers=0, overrides=())
     settings = with_settings(
         question,
         offload=left,

@@ -37,6 +37,7 @@ from holdfast.planner.engines.command import (
 from holdfast.planner.engines.fp8_loading import loaded_whole
 from holdfast.planner.engines.nodes import on_nodes
 from holdfast.planner.engines.vllm_command import USUAL_BLOCK_TOKENS, vllm_command
+from holdfast.planner.fit.placement import length_to_set
 from holdfast.planner.fit.search import DEFAULT_UTILIZATION, Plan
 from holdfast.planner.fit.search import fit as fit_again
 from holdfast.planner.inputs.question import PlannedModel
@@ -103,9 +104,17 @@ def holdfast_command(fit: Plan, sequences: int) -> Command:
         engine="holdfast",
         text=line("holdfast", source.name, settings),
         available=source.ready and not lacks,
-        notes=(*source.notes, *lacks),
+        notes=(*source.notes, *_shorter(fit, settings), *lacks),
         lacks=lacks,
     )
+
+
+def _shorter(fit: Plan, settings: Mapping[str, object]) -> tuple[str, ...]:
+    """Where a context that is set is not the one that was planned."""
+    length = fit.limits.max_model_len
+    if settings["max_model_len"] == length:
+        return ()
+    return (f"--max-model-len left out is what memory holds, {length:,} here; one that is set has some to spare",)
 
 
 def _holdfast_settings(fit: Plan, sequences: int) -> dict[str, object]:
@@ -117,7 +126,7 @@ def _holdfast_settings(fit: Plan, sequences: int) -> dict[str, object]:
     budget = None if shared is None else written_size(shared if device.kind == "cpu" else device.budget_bytes or 0)
     by_default = budget is not None or fit.utilization == DEFAULT_UTILIZATION
     return {
-        "max_model_len": fit.limits.max_model_len,
+        "max_model_len": length_to_set(fit),
         "max_num_seqs": sequences,
         "max_num_batched_tokens": None if step == usual else step,
         "ram" if device.kind == "cpu" else "vram": budget,
@@ -155,7 +164,7 @@ def _offload_settings(fit: Plan) -> dict[str, object]:
     on_disk = on_disk or (machine.kind == "cpu" and settings.streamed_layers)
     alone = fit.ranks[0].device.budget_bytes is None and not asked.by_hand  # `serve` takes --ram alone for a CPU's.
     return {
-        "gpu_layers": asked.gpu_layers,
+        "gpu_layers": "all" if asked.gpu_layers == MOST_LAYERS else asked.gpu_layers,
         "cpu_offload_gb": f"{asked.cpu_bytes / GIB:g}" if asked.cpu_bytes else None,
         "offload_group_size": group,
         "offload_num_in_group": number,

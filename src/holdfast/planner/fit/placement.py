@@ -21,6 +21,7 @@ from holdfast.footprint.cpu import FRONT_BYTES
 from holdfast.footprint.identity_key import Same
 from holdfast.footprint.streamed import StreamedLayers, last_of_groups, streamed_layers
 from holdfast.observability.decisions import Decision
+from holdfast.planner.compat.gpu_kernels import lacks_engine
 from holdfast.planner.fit.count import counted_for, streamed_on_gpu
 from holdfast.planner.fit.result import Plan
 from holdfast.planner.fit.search import fit
@@ -107,13 +108,28 @@ def check_can_stream(question: Question) -> None:
         device = question.machine.devices[0]
         what = "experts cannot wait in RAM" if asked.experts_by_hand else "layers cannot be streamed"
         of_machine = ", whose memory is the machine's" if device.unified else ""
-        split = _split(question)
+        split, unsupported = _split(question), question.model.spec.unsupported
+        needed = "one GPU with memory of its own" + (", and one rank" if split else "")
+        found = f"{device.name}{of_machine}{f', with {split}' if split else ''}"
+        fix = f"leave {split} out, or {asked.flag}" if split else "leave it out"
+        lacking = lacks_engine("holdfast", [device.gpu])
+        if lacking is not None:
+            needed, found, fix = "a GPU that Holdfast runs on", lacking, "leave it out"
+        elif unsupported:
+            needed, found = (
+                "a model that Holdfast runs",
+                f"{question.model.spec.family}: Holdfast cannot run this model",
+            )
+            found += f" yet: it lacks {', '.join(unsupported)}"
+            fix = "leave it out; --for llama.cpp plans which layers llama.cpp keeps in RAM"
+        elif len(question.machine.devices) > 1 and not split:
+            found = f"{len(question.machine.devices)} x {device.name}"
         raise ConfigurationError(
             f"{asked.flag}: {what} here",
             code=CANNOT_STREAM,
-            needed="one GPU with memory of its own" + (", and one rank" if split else ""),
-            found=f"{device.name}{of_machine}{f', with {split}' if split else ''}",
-            fix=f"leave {split} out, or {asked.flag}" if split else "leave it out",
+            needed=needed,
+            found=found,
+            fix=fix,
             field="gpu_layers",
         )
 
@@ -193,6 +209,29 @@ def leaves_least(question: Question, plan: Plan, kv_bytes: int) -> bool:
 def _least_pool_bytes(question: Question, plan: Plan) -> int:
     """Where a context was set, which is not shortened."""
     return 0 if question.settings.max_model_len is None else plan.needed_bytes(plan.ranks[0]) + SPARE_BYTES
+
+
+def length_to_set(plan: Plan) -> int:
+    """The context with which as much stays on the GPU where it is set: one that is set has SPARE_BYTES beside its KV,
+    and takes smaller tables than the model's own."""
+    question, length = plan.question, plan.limits.max_model_len
+    asked = question.settings.offload
+    if not question.settings.offloads or question.stated or asked.by_hand or asked.experts_by_hand:
+        return length
+
+    def beside(room_bytes: int) -> int:
+        return plan.ranks[0].kv.longest(max(0, room_bytes - SPARE_BYTES), length)
+
+    def room(asked: int) -> int:
+        # How many layers stay is found before it is known which of the others lie on a disk.
+        settings = replace(question.settings, max_model_len=asked, layers_on_disk=0, embedding_on_disk=False)
+        return fit(replace(question, settings=settings)).ranks[0].room_bytes
+
+    shortest = beside(plan.ranks[0].room_bytes)
+    if shortest < CPU_USEFUL_TOKENS:
+        return length
+    # Tables of the shortest leave most room: a context for that may lack a little of it, and the next does not.
+    return beside(room(beside(room(shortest))))
 
 
 def for_sequences(counts: Sequence[int], moved: Callable[[int], int], planned: Callable[[int], Plan]) -> int:
@@ -318,6 +357,13 @@ def _embedding_in_rows(question: Question) -> bool:
 def with_streamed(question: Question, streamed: int, on_disk: int, max_model_len: int | None) -> Question:
     settings = replace(question.settings, streamed_layers=streamed, layers_on_disk=on_disk, max_model_len=max_model_len)
     return replace(question, settings=settings)
+
+
+def with_more_streamed(placed: Placement, more: int) -> Placement:
+    """The same with so many layers fewer on the GPU. Not of groups, which say themselves how many."""
+    question, count = placed.plan.question, len(placed.streamed.layers) + more
+    whole = replace(question, settings=replace(question.settings, embedding_on_disk=False))
+    return _over_host(fit(with_streamed(whole, count, 0, question.settings.max_model_len)))
 
 
 def _over_host(plan: Plan) -> Placement:

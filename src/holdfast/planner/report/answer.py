@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from holdfast.observability.decisions import Decision
+from holdfast.planner.advice.by_hand import faster_without
 from holdfast.planner.advice.presets import max_configuration, safe_configuration, with_margin
 from holdfast.planner.advice.remedies import ways_out
 from holdfast.planner.advice.remedy import Remedy, too_long
@@ -127,7 +128,7 @@ def _placed(question: Question) -> tuple[Plan, Offload | None]:
     if wants_offload(question):
         by_hand = place_larger_by_hand(question)
         assert by_hand is not None
-        return by_hand.plan, Offload.of(by_hand)
+        return by_hand.plan, Offload.of(by_hand, faster_without(question, by_hand))
     found = fit(question)
     machine, ours = question.machine, question.engine in (None, "holdfast")
     if not found.fits and ours and machine.kind == "cpu" and machine.nvme_path and not too_long(question):

@@ -30,10 +30,12 @@ class Offload:
     placement: Placement | ExpertPlacement
     throughput: Throughput | None
     """None: the rates of the GPU are not known, or it does not run."""
+    faster: str | None = None
+    """Of what was asked for by hand: what is faster; None: nothing that is known."""
 
     @staticmethod
-    def of(placement: Placement | ExpertPlacement) -> Offload:
-        return Offload(placement, throughput(placement.plan) if placement.fits else None)
+    def of(placement: Placement | ExpertPlacement, faster: str | None = None) -> Offload:
+        return Offload(placement, throughput(placement.plan) if placement.fits else None, faster)
 
     @property
     def known(self) -> bool:
@@ -66,6 +68,10 @@ class Offload:
     @property
     def verdict(self) -> str:
         """Behind `does not fit on the GPU`, for people."""
+        return self.verdict_naming("--nvme SIZE")
+
+    def verdict_naming(self, disk: str) -> str:
+        """`disk`: the flag that names one, which of a plan is another than of a server."""
         placed = self.placement
         what, stays, disk_short = _what(placed), _stays(placed), 0
         if not isinstance(placed, ExpertPlacement):
@@ -75,7 +81,7 @@ class Offload:
         if not self.known:
             return f"runs with {what}, given {format_bytes(placed.free_ram_bytes)} of free RAM"
         if placed.ram_short_bytes:
-            more = "" if placed.plan.question.machine.nvme_bytes else "; --nvme SIZE names a disk for the others"
+            more = "" if placed.plan.question.machine.nvme_bytes else f"; {disk} names a disk for the others"
             return f"RAM is {format_bytes(placed.ram_short_bytes)} short for {what}{more}"
         if disk_short:
             return f"the disk is {format_bytes(disk_short)} short for {what}"
@@ -142,6 +148,8 @@ def _rates(offload: Offload) -> Iterator[str]:
         each = f" of {counted(tokens, 'token')} each" if tokens else ""
         said = f"{decode.batch:,} at once{each}: about {shown} tokens/s ({low} to {high})"
         yield f"{said}, limited by {decode.limited_by}"
+    if offload.faster is not None:
+        yield offload.faster
     if isinstance(placed, ExpertPlacement):
         if rate is not None:
             shown = shown_rate(rate.prefill.tokens_per_s)
@@ -149,20 +157,20 @@ def _rates(offload: Offload) -> Iterator[str]:
         if placed.fits:
             yield from other_way_lines(placed)
     else:
-        yield from _experts(placed)
+        yield from _experts(placed, faster=offload.faster is not None)
     if offload.price is not None:
         yield f"price of KV: {offload.price}"
 
 
-def _experts(placed: Placement) -> Iterator[str]:
-    """Of a mixture of experts, what streaming whole layers costs it."""
+def _experts(placed: Placement, *, faster: bool) -> Iterator[str]:
+    """Of a mixture of experts, what streaming whole layers costs it. `faster`: what helps was said."""
     spec = placed.plan.question.model.spec
     routed = [spec.layers[layer].experts for layer in placed.streamed.layers]
     kind = next((experts for experts in routed if experts is not None), None)
     if kind is not None:
+        helps = "" if faster else ": with RAM for the experts alone, or weights in fewer bits, it is faster"
         yield (
-            f"all experts of a streamed layer are moved, though a token uses {kind.per_token} of {kind.count}: with RAM"
-            " for the experts alone, or weights in fewer bits, it is faster"
+            f"all experts of a streamed layer are moved, though a token uses {kind.per_token} of {kind.count}{helps}"
         )
 
 

@@ -149,6 +149,8 @@ def _devices(answer: PlanFindings, width: int, paint: Paint) -> Iterator[str]:
     if answer.question.machine.ram_bytes is not None and answer.question.machine.kind == "gpu" and not answer.offload:
         kept = [f"{one.value} of it for KV blocks" for one in answer.decisions if one.field == "kv_ram"]
         use = kept[0] if kept else "not used by this plan"
+        if answer.partly is not None and answer.partly.may_run:
+            use = f"{format_bytes(answer.partly.ram_bytes)} of it for the layers that the CPU computes"
         yield f"RAM: {format_bytes(answer.question.machine.ram_bytes)} free, {use}"
 
 
@@ -359,6 +361,8 @@ def _ways_title(answer: PlanFindings, brief: bool) -> str:
 def _ways(answer: PlanFindings, width: int, brief: bool) -> Iterator[str]:
     if not answer.fits and not answer.ways_out:
         yield "  none known: every configuration that was tried falls short"
+    # How fast what is whole on a GPU is, beside what is not.
+    in_ram = answer.offload is not None or any(way.tiers is not None for way in answer.ways_out)
     for number, way in enumerate(answer.ways_out, 1):
         if brief and number != (answer.best or 0) + 1:
             continue
@@ -369,7 +373,7 @@ def _ways(answer: PlanFindings, width: int, brief: bool) -> Iterator[str]:
             at_once = counted(rounded_down(found.concurrency(found.usual_tokens)), "sequence")
             held = f"{counted(found.limits.max_model_len, 'token')} of context, "
             held += f"{at_once} of {found.usual_tokens:,} at once"
-            rate = None if answer.offload is None else throughput(found)
+            rate = throughput(found) if in_ram else None
             held += "" if rate is None else f", about {_tokens(rate.one.estimate)} tokens/s for one"
             yield from wrapped(held, width, "      ", "      ")
         if way.flags:
