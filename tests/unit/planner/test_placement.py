@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from examples import examples
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from holdfast import plan
@@ -516,6 +516,7 @@ def test_the_price_of_experts_is_said() -> None:
     st.integers(0, 80),
     st.none() | st.integers(1, 80),
 )
+@example("llama-3.1-70b-awq", 28, 12, 4)
 def test_no_tier_ever_holds_more_than_it_has(name: str, vram: int, pinned: int, nvme: int | None) -> None:
     card = gpus.find("h100-80")
     total = card.usable_bytes
@@ -539,7 +540,8 @@ def test_no_tier_ever_holds_more_than_it_has(name: str, vram: int, pinned: int, 
         fewer = replace(machine, nvme_bytes=None)
         alone = place(replace(question, machine=fewer))
         assert alone is not None
-        assert alone.ram_short_bytes > 0, "a disk is used only where RAM alone does not do"
+        less_kv = alone.plan.ranks[0].room_bytes < held.room_bytes
+        assert alone.ram_short_bytes > 0 or less_kv, "a disk is used only where RAM alone does not do"
 
 
 def test_flags_that_divide_the_model_are_named_where_layers_would_wait_in_ram() -> None:
