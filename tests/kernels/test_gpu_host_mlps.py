@@ -28,6 +28,7 @@ from holdfast.execution.weights.load import load_weights
 from holdfast.footprint.streamed import streamed_layers
 from holdfast.planner.sizing.engine_weights import EngineWeights
 from holdfast.records import SamplingParams
+from holdfast.units import GIB
 
 FEW = 2
 
@@ -56,7 +57,7 @@ class Hosted(Tiny):
             return weights
         offer = MlpOffer(
             order=placed.layers, attention_bytes=1, mlp_bytes=1, hidden=self.spec.hidden_size, dtype=dtype, tokens=FEW,
-            threads=2, room_bytes=lambda: 0, load=lambda layer: load_host_mlp(self.spec, checkpoint, layer, dtype),
+            threads=2, room_bytes=lambda: GIB, load=lambda layer: load_host_mlp(self.spec, checkpoint, layer, dtype),
         )  # fmt: skip
         self.hosts = HostMlps(offer, layers, device, lambda sizes, device: make(sizes))
         assert set(self.hosted) <= set(self.hosts.candidates)

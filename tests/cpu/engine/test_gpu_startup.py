@@ -688,7 +688,7 @@ def test_an_engine_that_plans_for_itself_goes_to_the_gpu_that_it_planned_for(
     )
     went: list[Plan] = []
 
-    def fake_build(config: Any, model: Any, progress: Any, plan: Plan, beat: Any, tier_file: Any) -> str:
+    def fake_build(config: Any, model: Any, progress: Any, plan: Plan, *_: Any) -> str:
         went.append(plan)
         return "built"
 

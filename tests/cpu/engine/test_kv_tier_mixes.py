@@ -295,7 +295,8 @@ class Mix:
             assert found["disk"] > 0
         if not self.ram and not self.disk:
             return
-        assert {"base", "one", "two"} <= self.fetched.keys()
+        # One of them may find all of its own in the pool: that depends on when copies are over.
+        assert len({"base", "one", "two"} & self.fetched.keys()) >= 2
         assert {"grammar", "adapted grammar"} & self.fetched.keys()
         assert kv.tiers is not None
         assert kv.tiers.failed_copies == 0

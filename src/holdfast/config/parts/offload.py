@@ -115,16 +115,13 @@ def offload_request(config: OffloadSettings) -> OffloadRequest:
 def _layers(field: str, value: Any) -> int | None:
     """llama.cpp's words: -1 is its number for auto."""
     written = str(value).strip().lower()
-    if written in ("auto", "-1"):
-        return None
-    if written == "all":
-        return MOST_LAYERS
+    if written in ("auto", "-1", "all"):
+        return MOST_LAYERS if written == "all" else None
     try:
         return int(whole(0, MOST_LAYERS)(field, value))
     except ConfigurationError as error:
         error.needed = f"a whole number from 0 to {MOST_LAYERS:,}, all, or auto: as many as fit"
-        if error.fix != "leave it out":  # A number, but none that is possible.
-            error.fix = f"leave it out, or {field} all"
+        error.fix = error.fix if error.fix == "leave it out" else f"leave it out, or {field} all"
         raise
 
 

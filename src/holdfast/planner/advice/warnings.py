@@ -16,8 +16,12 @@ from holdfast.planner.advice.remedy import (
     planned,
     too_long,
     with_settings,
+    without_hand,
 )
-from holdfast.planner.fit.search import Plan
+from holdfast.planner.advice.throughput import shown_rate, throughput
+from holdfast.planner.fit.expert_placement import ExpertPlacement, place_larger
+from holdfast.planner.fit.placement import Placement, may_stream, pinned_room
+from holdfast.planner.fit.search import Plan, Question, fit
 from holdfast.planner.inputs.question import MOST_UTILIZATION, Device
 from holdfast.planner.sizing.dtype import is_fp8
 from holdfast.units import GIB, counted, format_bytes
@@ -32,6 +36,8 @@ STARVED_GAIN = 2
 SEQUENCES_TOO_MANY, CONTEXT_TOO_LONG = 4, 2
 """Times what KV holds, and times the traffic's P99."""
 ALL_OF_IT = 0.995
+WORTH = 1.05
+"""Times the tokens a second without what was set by hand; less is within what two estimates of a machine differ by."""
 OR_STATED = "or set --concurrency, --prompt and --output"
 
 
@@ -377,3 +383,23 @@ def safe_utilization(fit: Plan) -> float:
         elif _may_have_desktop(rank.device):
             most = min(most, _beside_a_desktop(rank.device))
     return most
+
+
+def faster_without(question: Question, placed: Placement | ExpertPlacement) -> str | None:
+    """Without what was set by hand of layers or experts in RAM. `placed`: as was asked for. None: it does not run so,
+    or is as fast, or RAM is not known that the other takes."""
+    left, rate = without_hand(question)[0], throughput(placed.plan) if placed.fits else None
+    if rate is None or pinned_room(question) is None:
+        return None
+    found = fit(left)
+    if not found.fits:
+        other = place_larger(left) if may_stream(left) else None
+        if other is None or not other.fits:
+            return None
+        found = other.plan
+    faster = throughput(found)
+    if faster is None or faster.one.estimate.tokens_per_s < WORTH * rate.one.estimate.tokens_per_s:
+        return None
+    shown, length = shown_rate(faster.one.estimate.tokens_per_s), found.limits.max_model_len
+    context = "" if length == placed.plan.limits.max_model_len else f", with a context of {length:,}"
+    return f"leave {question.settings.offload.flag} out: about {shown} tokens/s of one sequence{context}"

@@ -10,13 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from holdfast.observability.decisions import Decision
-from holdfast.planner.advice.by_hand import faster_without
 from holdfast.planner.advice.presets import max_configuration, safe_configuration, with_margin
 from holdfast.planner.advice.remedies import ways_out
 from holdfast.planner.advice.remedy import Remedy, too_long
 from holdfast.planner.advice.rules_of_thumb import rules_of_thumb
 from holdfast.planner.advice.throughput import EXPECTED, NVME_GB_S, no_throughput_reason, shown_rate, throughput
-from holdfast.planner.advice.warnings import NO_KV, PlanWarning, warnings
+from holdfast.planner.advice.warnings import NO_KV, PlanWarning, faster_without, warnings
 from holdfast.planner.compat.vllm_release import Vllm
 from holdfast.planner.engines.command import Command
 from holdfast.planner.engines.commands import commands, parse_engine
