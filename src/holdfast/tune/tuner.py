@@ -177,7 +177,9 @@ class Tuner:
             if _kept(self._try(DEFAULT, "default")):
                 held_at, self._speed = self._speed, failed_at
         self._speed, self._climb = held_at or OWN_PACE, CLIMB
-        self._try(DEFAULT, "default")
+        # What it does not hold for long it may hold at the end of a climb: then nothing could be better there, either.
+        while _kept(self._try(DEFAULT, "default")) and self._speed < FASTEST and self._left_s() > self._budget_s / 2:
+            self._speed = round(self._speed * math.sqrt(CLIMB), 2)
 
     def _search(self) -> None:
         # What comes after it: the finalists once more, rounds of two, and the kept one at the traffic's own pace.

@@ -242,6 +242,21 @@ def test_the_replay_is_quickened_until_the_default_no_longer_holds_and_the_kept_
     assert outcome.held
 
 
+def test_a_default_that_holds_a_whole_climb_is_given_a_higher_one() -> None:
+    """As on a machine that was busy for a moment: it missed a pace that it holds."""
+
+    class Busy(PlantedServer):
+        def __call__(self, configuration: ServerConfiguration, **asked: Any) -> Trial:
+            trial = super().__call__(configuration, **asked)
+            missed = asked["climb"] == 1 and asked["speed"] > 1
+            return msgspec.structs.replace(trial, goodput=5.0, good_share=0.5, slo_held=False) if missed else trial
+
+    outcome = Busy(lambda point: 30.0 + 4 * point[0]).tune(speed=None)
+    climbs = [trial.speed for trial in outcome.trials if trial.stage == "default" and trial.climb != 1]
+    assert climbs == [1.0, 1.41, 1.99, 2.81]
+    assert outcome.verdict == BETTER
+
+
 def test_ctrl_c_keeps_the_default_and_what_was_measured() -> None:
     server = PlantedServer(hill((1, 4, 2, 1)))
     server.interrupt_after = 7
