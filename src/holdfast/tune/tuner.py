@@ -274,9 +274,8 @@ class Tuner:
     def _rounds(self, finalists: Sequence[ServerConfiguration]) -> ServerConfiguration | None:
         """The default and the one that is best by all that was measured, in turns, until it is decided or the time is
         up. Returns that one; None: there was no time."""
-        own_pace_s = 0.0 if self._at_own_pace else (1 + (self._default_missed == 1)) * self._cost_s()
         for _ in range(MOST_ROUNDS):
-            left_s = self._left_s() - own_pace_s
+            left_s = self._left_s() - self._own_pace_s
             leader = self._best_of(finalists)
             decided = self._decided(leader)
             if decided and left_s > (2 * FEWEST_ROUNDS + 1) * self._cost_s() and (more := self._in_doubt(finalists)):
@@ -386,6 +385,11 @@ class Tuner:
         return sum(not trial.held for trial in self._of(DEFAULT) if _at_own_pace(trial))
 
     @property
+    def _own_pace_s(self) -> float:
+        """What asking for it takes at the end: see `_own_pace`."""
+        return 0.0 if self._at_own_pace else (1 + (self._default_missed == 1)) * self._cost_s()
+
+    @property
     def _at_own_pace(self) -> bool:
         return (self._speed, self._climb) == (OWN_PACE, 1.0)
 
@@ -414,7 +418,8 @@ class Tuner:
     def _unconfirmed(self, *, interrupted: bool = False) -> TuneOutcome:
         """The default, unless it failed what another held: that is no question of a few percent."""
         for one in self._ranked()[:1]:
-            if self._climb != 1 and self._default_missed and not interrupted:
+            in_time = not interrupted and self._left_s() >= self._own_pace_s
+            if self._climb != 1 and self._default_missed and in_time:
                 default, other = self._own_pace(DEFAULT), self._own_pace(one)
             else:
                 default, other = standing(self._here(DEFAULT)), standing(self._here(one))

@@ -19,7 +19,7 @@ from holdfast.engine.ranks.nodes.join import join_head
 from holdfast.engine.ranks.nodes.messages import NodeReport
 from holdfast.errors import ConfigurationError, EngineError
 from holdfast.execution.parallel.sockets.gloo import GlooCollectives, open_store
-from holdfast.execution.parallel.sockets.proof import KEY_BYTES
+from holdfast.execution.parallel.sockets.key_proof import KEY_BYTES
 from holdfast.execution.parallel.sockets.stage_lines import open_lines
 
 pytestmark = pytest.mark.usefixtures("forked_starts")

@@ -36,7 +36,7 @@ from holdfast.engine.ranks.nodes.wire import Wire
 from holdfast.engine.startup.build import find_model
 from holdfast.errors import ConfigurationError, EngineError
 from holdfast.execution.parallel.segment import SegmentLayout
-from holdfast.execution.parallel.sockets.proof import proof
+from holdfast.execution.parallel.sockets.key_proof import proof
 from holdfast.hardware.nvidia import NvidiaMachine
 from holdfast.records import Failure
 

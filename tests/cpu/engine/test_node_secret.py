@@ -18,7 +18,7 @@ from holdfast.engine.ranks.nodes.hub import NodeHub
 from holdfast.engine.ranks.nodes.join import join_head
 from holdfast.engine.ranks.nodes.wire import Wire
 from holdfast.errors import ConfigurationError, EngineError
-from holdfast.execution.parallel.sockets.proof import proof
+from holdfast.execution.parallel.sockets.key_proof import proof
 
 pytestmark = pytest.mark.usefixtures("forked_starts")
 

@@ -20,7 +20,7 @@ from holdfast.engine.ranks.nodes.link import NodeLink, NodeRank
 from holdfast.engine.ranks.nodes.messages import NodeReport
 from holdfast.engine.ranks.nodes.wire import Wire
 from holdfast.errors import ConfigurationError, HoldfastError
-from holdfast.execution.parallel.sockets.proof import proof
+from holdfast.execution.parallel.sockets.key_proof import proof
 from holdfast.records import Failure
 
 pytestmark = pytest.mark.usefixtures("forked_starts")

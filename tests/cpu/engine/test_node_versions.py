@@ -23,7 +23,7 @@ from holdfast.engine.ranks.nodes.report import refuse_unequal, report_of, source
 from holdfast.engine.ranks.nodes.wire import Wire
 from holdfast.engine.startup.build import find_model
 from holdfast.errors import ConfigurationError, EngineError
-from holdfast.execution.parallel.sockets.proof import proof
+from holdfast.execution.parallel.sockets.key_proof import proof
 
 pytestmark = pytest.mark.usefixtures("forked_starts")
 

@@ -12,7 +12,7 @@ import torch.distributed
 
 from holdfast.errors import EngineDiedError
 from holdfast.execution.parallel.sockets.gloo import GlooCollectives
-from holdfast.execution.parallel.sockets.proof import KEY_BYTES
+from holdfast.execution.parallel.sockets.key_proof import KEY_BYTES
 from holdfast.execution.parallel.sockets.stage_lines import open_lines
 
 SOON_S = 10.0

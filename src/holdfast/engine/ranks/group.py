@@ -28,7 +28,7 @@ from holdfast.execution.parallel.mailbox import Sender
 from holdfast.execution.parallel.rank_link import Meeting, RankLink
 from holdfast.execution.parallel.segment import Segment
 from holdfast.execution.parallel.sockets.gloo import LOOPBACK, open_store
-from holdfast.execution.parallel.sockets.proof import KEY_BYTES
+from holdfast.execution.parallel.sockets.key_proof import KEY_BYTES
 from holdfast.execution.parallel.sockets.spread import Spread
 from holdfast.planner import Plan
 from holdfast.records import StepPlan

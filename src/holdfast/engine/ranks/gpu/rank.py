@@ -34,8 +34,8 @@ from holdfast.execution.parallel.gpu.together import (
 )
 from holdfast.execution.parallel.rank_link import Meeting
 from holdfast.execution.parallel.segment import Watch
+from holdfast.execution.parallel.sockets.connect_ranks import connect_ranks
 from holdfast.execution.parallel.sockets.gloo import Store
-from holdfast.execution.parallel.sockets.rank_calls import connect_ranks
 from holdfast.execution.parallel.sockets.spread import Spread
 from holdfast.execution.weights.load import load_weights
 from holdfast.footprint.gpu import exchange_memory_bytes, line_memory_bytes

@@ -37,8 +37,8 @@ from holdfast.engine.ranks.nodes.report import (
 from holdfast.engine.ranks.nodes.wire import MOST_BEFORE_PROOF, Wire
 from holdfast.errors import ConfigurationError, EngineError, HoldfastError
 from holdfast.execution.parallel.segment import Segment
+from holdfast.execution.parallel.sockets.key_proof import proof, proves
 from holdfast.execution.parallel.sockets.listen import OPEN_PORTS, listen_at
-from holdfast.execution.parallel.sockets.proof import proof, proves
 from holdfast.execution.parallel.sockets.spread import Spread
 from holdfast.records import Failure
 from holdfast.units import format_duration, shorten

@@ -20,8 +20,8 @@ from holdfast.engine.ranks.nodes.hub import HANDSHAKE_S, NODES_MISSING, SAID_EVE
 from holdfast.engine.ranks.nodes.report import other_protocol, own_version
 from holdfast.engine.ranks.nodes.wire import MOST_BEFORE_PROOF, Wire
 from holdfast.errors import EngineError, HoldfastError
+from holdfast.execution.parallel.sockets.key_proof import proof, proves
 from holdfast.execution.parallel.sockets.listen import OPEN_PORTS
-from holdfast.execution.parallel.sockets.proof import proof, proves
 from holdfast.records import Failure
 from holdfast.units import format_duration
 

@@ -1,5 +1,5 @@
 """The secret that nodes of one engine have: where it comes from, and the key that both sides of a connection prove to
-have (execution/parallel/sockets/proof.py).
+have (execution/parallel/sockets/key_proof.py).
 
 The head proves it first, to anybody who calls: a stranger has something to try guesses on. So a guess takes as long as
 scrypt does, and a secret has 16 characters at least.

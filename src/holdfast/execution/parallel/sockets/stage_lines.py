@@ -22,7 +22,7 @@ import torch.distributed
 
 from holdfast.errors import EngineDiedError, EngineError
 from holdfast.execution.parallel.segment import LOOK_NS, Watch
-from holdfast.execution.parallel.sockets.rank_calls import connect_ranks
+from holdfast.execution.parallel.sockets.connect_ranks import connect_ranks
 
 LOOK_S = LOOK_NS / 1e9
 HEAD = struct.Struct("<QQ")

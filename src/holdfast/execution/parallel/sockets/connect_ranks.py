@@ -22,8 +22,8 @@ import torch.distributed
 
 from holdfast.errors import EngineError
 from holdfast.execution.parallel.segment import LOOK_NS, Watch
+from holdfast.execution.parallel.sockets.key_proof import NONCE_BYTES, PROOF_BYTES, proof, proves
 from holdfast.execution.parallel.sockets.listen import OPEN_PORTS, listen_at
-from holdfast.execution.parallel.sockets.proof import NONCE_BYTES, PROOF_BYTES, proof, proves
 
 LOOK_S = LOOK_NS / 1e9
 JOIN_S = 60.0

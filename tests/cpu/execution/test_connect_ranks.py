@@ -18,11 +18,9 @@ from free_ports import free_port
 
 from holdfast.engine.ranks.nodes.wire import LOST_S
 from holdfast.errors import EngineError
-from holdfast.execution.parallel.sockets import gloo, rank_calls
-from holdfast.execution.parallel.sockets.gloo import open_store
-from holdfast.execution.parallel.sockets.listen import OPEN_PORTS
-from holdfast.execution.parallel.sockets.proof import KEY_BYTES, NONCE_BYTES, PROOF_BYTES, proof, proves
-from holdfast.execution.parallel.sockets.rank_calls import (
+from holdfast.execution.parallel.sockets import connect_ranks as connecting
+from holdfast.execution.parallel.sockets import gloo
+from holdfast.execution.parallel.sockets.connect_ranks import (
     CALLED,
     CALLER,
     HELLO_BYTES,
@@ -33,6 +31,9 @@ from holdfast.execution.parallel.sockets.rank_calls import (
     WHO,
     connect_ranks,
 )
+from holdfast.execution.parallel.sockets.gloo import open_store
+from holdfast.execution.parallel.sockets.key_proof import KEY_BYTES, NONCE_BYTES, PROOF_BYTES, proof, proves
+from holdfast.execution.parallel.sockets.listen import OPEN_PORTS
 
 KEY, ANOTHER = b"k" * KEY_BYTES, b"x" * KEY_BYTES
 Lines = tuple[dict[int, socket.socket], dict[int, socket.socket]]
@@ -151,7 +152,7 @@ def test_callers_who_say_nothing_delay_no_rank() -> None:
 
 
 def test_whoever_goes_on_calling_does_not_hold_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_calls, "JOIN_S", 0.5)
+    monkeypatch.setattr(connecting, "JOIN_S", 0.5)
     store, over, looks = torch.distributed.HashStore(), threading.Event(), list[float]()
 
     def call() -> None:
@@ -183,13 +184,13 @@ def test_a_rank_that_is_not_reached_is_told_of_with_its_place_and_what_helps(mon
         connect(store, 0, [], [1], watch)
     assert told.value.fix == OPEN_PORTS
     assert "net.ipv4.ip_local_port_range" in OPEN_PORTS
-    monkeypatch.setattr(rank_calls, "JOIN_S", 0.2)
+    monkeypatch.setattr(connecting, "JOIN_S", 0.2)
     with pytest.raises(EngineError, match=r"rank 0 cannot reach rank 2: it has not said within 0\.2 s where it is"):
         connect(store, 0, [3], [2], watch)
 
 
 def test_one_that_is_reached_and_says_nothing_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_calls, "JOIN_S", 0.3)
+    monkeypatch.setattr(connecting, "JOIN_S", 0.3)
     store = torch.distributed.HashStore()
     with socket.create_server(("127.0.0.1", 0)) as mute:
         store.set("line/1", f"127.0.0.1 {mute.getsockname()[1]}")
