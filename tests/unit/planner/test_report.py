@@ -9,6 +9,8 @@ from dataclasses import replace
 
 import pytest
 
+from holdfast.hardware import Processor
+from holdfast.hardware.probe import KERNEL_VARIANTS
 from holdfast.planner.fit.search import Question
 from holdfast.planner.inputs.question import Device
 from holdfast.planner.report.answer import PlanAnswer, answer
@@ -91,6 +93,20 @@ def test_the_sections_are_there(answers: list[PlanAnswer]) -> None:
     assert "HFW28" in short
     assert "With layers in RAM" in short
     assert "holdfast serve does this by itself" in short.replace("\n      ", " ")
+
+
+def test_what_the_hosts_cores_gain_is_said_where_it_is_counted(ask: Ask) -> None:
+    asked = ask("llama-3.1-70b-awq", "rtx4090", ram_bytes=64 * GIB)
+    host = Processor(model="", cores=16, features=KERNEL_VARIANTS["amx"])
+    named = answer(asked)
+    here = answer(replace(asked, machine=replace(asked.machine, host=host)))
+    faster, without = (found.to_json()["offload"] for found in (here, named))
+    assert without["host_gain"] is None
+    assert "on the host's cores" not in "\n".join(lines(named))
+    of_one = [found["throughput"]["batches"][0]["tokens_per_s"] for found in (faster, without)]
+    assert faster["host_gain"] == pytest.approx(of_one[0] / of_one[1], rel=0.05)
+    said = " ".join(" ".join(lines(here)).split())
+    assert f"{faster['host_gain']:.1f} times as fast as without; counted above" in said
 
 
 def test_only_the_engine_that_was_asked_for(answers: list[PlanAnswer]) -> None:
