@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from holdfast.hardware import resident
 from holdfast.observability.ledger import Ledger, ProcessMemory, asleep_ledger, make_ledger
-from holdfast.records import EngineInfo, EngineStats, KVTierUse
+from holdfast.records import EngineInfo, EngineStats, KVStoreUse, KVTierUse
 
 
 def process_memory(name: str, pid: int) -> ProcessMemory | None:
@@ -69,6 +69,7 @@ def continued(before: EngineStats, now: EngineStats) -> EngineStats:
         prefix_hits_total=before.prefix_hits_total + now.prefix_hits_total,
         prefix_below_queries_total=before.prefix_below_queries_total + now.prefix_below_queries_total,
         kv_tiers=_continued_tiers(before.kv_tiers, now.kv_tiers),
+        kv_store=_continued_store(before.kv_store, now.kv_store),
         failed_copies_total=before.failed_copies_total + now.failed_copies_total,
         fetches_not_worth_total=before.fetches_not_worth_total + now.fetches_not_worth_total,
         pool_resizes_total=before.pool_resizes_total + now.pool_resizes_total,
@@ -89,6 +90,21 @@ def _continued_tiers(before: Sequence[KVTierUse], now: Sequence[KVTierUse]) -> l
         else tier
         for tier in now
     ]
+
+
+def _continued_store(before: KVStoreUse | None, now: KVStoreUse | None) -> KVStoreUse | None:
+    if before is None or now is None:
+        return now
+    return msgspec.structs.replace(
+        now,
+        dropped_writes_total=before.dropped_writes_total + now.dropped_writes_total,
+        dropped_by_reason=_added(before.dropped_by_reason, now.dropped_by_reason),
+        missed_by_reason=_added(before.missed_by_reason, now.missed_by_reason),
+    )
+
+
+def _added(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
+    return {reason: before.get(reason, 0) + now.get(reason, 0) for reason in {**before, **now}}
 
 
 def at_rest(stats: EngineStats) -> EngineStats:
