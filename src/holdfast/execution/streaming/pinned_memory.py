@@ -292,7 +292,7 @@ def _give_back(
 
 def _not_pinned(total: int, done: int, error: int) -> EngineError:
     return EngineError(
-        "the driver did not pin host memory for layers that do not fit in the GPU",
+        "the driver did not pin host memory, from which the GPU would copy",
         code=NOT_PINNED,
         needed=f"{format_bytes(total)}, of which {format_bytes(done)} were pinned",
         found=f"CUDA error {error}",
@@ -376,7 +376,7 @@ def _touch_kept(part: torch.Tensor) -> None:
 
 def _not_given(nbytes: int, error: int) -> EngineError:
     return EngineError(
-        "the system did not give host memory for layers that do not fit in the GPU",
+        "the system did not give host memory, from which the GPU would copy",
         code=NOT_PINNED,
         needed=f"{format_bytes(nbytes)} more",
         found=os.strerror(error),
