@@ -168,10 +168,11 @@ def _ledger(
 ) -> Ledger:
     report = info.memory
     assert report is not None
+    below = [_with_pages(tier, stats.kv_tiers) for tier in report.below]
     return Ledger(
         model=info.model,
-        tiers=[_tier(report, held), *map(_lower_tier, report.below)],
-        terms=[*terms, *(term for tier in report.below for term in tier.terms)],
+        tiers=[_tier(report, held), *map(_lower_tier, below)],
+        terms=[*terms, *(term for tier in below for term in tier.terms)],
         processes=processes,
         kv=KVMemory(
             page_bytes=report.page_bytes,
@@ -187,6 +188,17 @@ def _ledger(
         kv_store=stats.kv_store,
         ranks=report.ranks,
     )
+
+
+def _with_pages(tier: LowerTier, kv_tiers: Sequence[KVTierUse]) -> LowerTier:
+    """With what has been pinned for KV pages by now: that comes while requests are served, and may end early."""
+    pinned = next((one.total_bytes for one in kv_tiers if one.tier == tier.tier == "ram"), None)
+    if pinned is None:
+        return tier
+    terms = [
+        msgspec.structs.replace(term, measured_bytes=pinned) if term.term == "kv_ram" else term for term in tier.terms
+    ]
+    return msgspec.structs.replace(tier, terms=terms)
 
 
 def _as_stored(tier: KVTierUse, store: KVStoreUse | None) -> KVTierUse:

@@ -299,6 +299,21 @@ def test_pages_that_a_gpu_left_in_ram_for_its_sleep_are_told_of() -> None:
         assert [tier.measured_bytes for tier in found.tiers] == [0, *([kept] if kept else [])]
 
 
+def test_of_kv_pages_in_ram_what_is_pinned_by_now_is_told() -> None:
+    waits = [
+        MemoryTerm(tier="ram", term="weights", planned_bytes=90 * MIB, measured_bytes=90 * MIB),
+        MemoryTerm(tier="ram", term="kv_ram", planned_bytes=50 * MIB),
+    ]
+    below = LowerTier(tier="ram", total_bytes=900 * MIB, free_bytes=900 * MIB, limited_by="host", terms=waits)
+    info = msgspec.structs.replace(INFO, memory=msgspec.structs.replace(REPORT, tier="vram", below=[below]))
+    for pinned in (0, 20, 50):
+        use = [KVTierUse(tier="disk", total_bytes=700 * MIB), KVTierUse(tier="ram", total_bytes=pinned * MIB)]
+        found = make_ledger(info, EngineStats(kv_tiers=use), PROCESSES)
+        assert found is not None
+        assert [term.measured_bytes for term in found.terms[-2:]] == [90 * MIB, pinned * MIB]
+        assert found.tiers[1].measured_bytes == (90 + pinned) * MIB
+
+
 def test_ranks_of_several_nodes_are_told_apart_and_those_of_one_are_not() -> None:
     ranks = [
         RankMemory(rank=rank, pid=70 + rank, threads=1, heads=2, kv_heads=1, planned_weights_bytes=1, weights_bytes=1,
