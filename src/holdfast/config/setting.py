@@ -179,9 +179,10 @@ def memory(field: str, value: Any) -> int:
 def require_memory(field: str, written: Any, nbytes: int) -> int:
     """`nbytes`, unless it is a number whose unit was forgotten."""
     bare = str(written).strip()
-    if nbytes >= LEAST_MEMORY_BYTES or (nbytes > 0 and not bare.isdigit()):
+    number = float(bare) if bare.replace(".", "", 1).isdecimal() else None
+    if nbytes >= LEAST_MEMORY_BYTES or (nbytes > 0 and number is None):
         return nbytes
-    meant = f"{bare}GiB" if bare.isdigit() and 0 < int(bare) < 10_000 else "22GiB"
+    meant = f"{bare}GiB" if number is not None and 0 < number < 10_000 else "22GiB"
     raise ConfigurationError(
         f"{field}: {shorten(written)!r} is not valid: {nbytes:,} bytes?",
         needed="at least 1 MiB, as a number with its unit",

@@ -136,6 +136,9 @@ def test_prune_that_is_not_clear_removes_nothing(folder: Path, words: list[str])
     ("words", "doubt", "fix"),
     [
         (["--size", "20"], "--size: '20' is not valid: 20 bytes?", "--size 20GiB"),
+        (["--size", "20.5"], "--size: '20.5' is not valid: 20 bytes?", "--size 20.5GiB"),
+        (["--size", "0.5"], "--size: '0.5' is not valid: 0 bytes?", "--size 0.5GiB"),
+        (["--size", "0.0000000001GiB"], "--size: '0.0000000001GiB' is not valid: 0 bytes?", "--size 22GiB"),
         (["--older-than", "7"], "--older-than: '7' is not valid: 7 seconds?", "--older-than 7d"),
     ],
 )

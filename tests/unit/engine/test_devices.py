@@ -17,6 +17,7 @@ from holdfast.errors import ConfigurationError
 from holdfast.hardware import filesystem_type
 from holdfast.hardware.nvidia import NvidiaGpu, NvidiaMachine
 from holdfast.hardware.torch_build import TorchBuild
+from holdfast.planner.serve import streamed
 from holdfast.planner.serve.gpu_plan import choose_gpu
 from holdfast.units import GIB
 
@@ -147,6 +148,20 @@ def test_a_folder_for_layers_is_looked_at_before_anything_is_fetched(tmp_path: P
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", Path("/proc/nope")):
         assert refused_folder(folder).fix == "--nvme-path /var/tmp"
+
+
+NO_OTHER = "--nvme-path with a folder of a disk that can be written to, or leave it out"
+
+
+def test_no_folder_is_advised_that_does_not_do_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    in_memory = [Path("/dev/shm")] if filesystem_type(Path("/dev/shm")) == "tmpfs" else []
+    for usual in (tmp_path / "file", tmp_path / "none", *in_memory):
+        monkeypatch.setattr(streamed, "USUAL_FOLDER", usual)
+        assert refused_folder(tmp_path / "file").fix == NO_OTHER
+        assert refused_folder(tmp_path / "none").fix == f"{NO_OTHER}, or first: mkdir -p {tmp_path / 'none'}"
+    monkeypatch.setattr(streamed, "USUAL_FOLDER", tmp_path)
+    assert refused_folder(tmp_path / "file").fix == f"--nvme-path {tmp_path}"
 
 
 def test_a_folder_for_layers_on_a_read_only_disk_is_refused(read_only_disk: Path) -> None:

@@ -22,7 +22,7 @@ from holdfast.hardware.torch_build import TorchBuild, torch_build
 from holdfast.planner.serve.gpu_plan import too_old
 from holdfast.planner.serve.gpu_ranks import gpus_of_ranks
 from holdfast.planner.serve.shares.engines import gpus_share
-from holdfast.planner.serve.streamed import disk_room
+from holdfast.planner.serve.streamed import another_folder, disk_room
 from holdfast.planner.sizing.dtype import asked_type
 from holdfast.records.sampling import MAX_LOGPROBS, WHOLE_VOCABULARY
 
@@ -145,7 +145,7 @@ def _check_layer_folder(folder: str) -> None:
         raise ConfigurationError(
             f"--nvme-path: {error.strerror or error}: {folder}",
             needed="a folder on a fast disk, in which files can be written",
-            fix="--nvme-path /var/tmp" + (f", or first: mkdir -p {shlex.quote(folder)}" if missing else ""),
+            fix=another_folder(folder) + (f", or first: mkdir -p {shlex.quote(folder)}" if missing else ""),
             field="nvme_path",
         ) from error
     disk_room(folder, None)  # It refuses what lies in memory.

@@ -18,6 +18,8 @@ from holdfast.planner.sizing.kv_cost import largest
 from holdfast.units import format_bytes
 
 IN_MEMORY = ("tmpfs", "ramfs")
+USUAL_FOLDER = Path("/var/tmp")
+"""On a disk of most machines, and everybody may write there; not of most containers with a root that is read-only."""
 
 
 def with_streamed_layers(found: Plan, config: EngineConfig) -> Plan:
@@ -89,7 +91,15 @@ def _room(folder: str) -> tuple[int, int]:
             f"--nvme-path: {folder} is {kind}: what is written there takes the memory that layers shall leave free",
             needed="a folder on a disk",
             found=kind,
-            fix="--nvme-path /var/tmp",
+            fix=another_folder(folder),
             field="nvme_path",
         )
     return found.total, found.free
+
+
+def another_folder(folder: str) -> str:
+    """What to do where this one does not do."""
+    writable = os.access(USUAL_FOLDER, os.W_OK | os.X_OK) and filesystem_type(USUAL_FOLDER) not in IN_MEMORY
+    if writable and Path(folder).resolve() != USUAL_FOLDER.resolve():
+        return f"--nvme-path {USUAL_FOLDER}"
+    return "--nvme-path with a folder of a disk that can be written to, or leave it out"

@@ -140,9 +140,10 @@ def _prune(store: StoreInspection, arguments: argparse.Namespace) -> int:
 
 
 def _size_left(written: str) -> int:
-    """A number whose unit was forgotten would empty the store; 0 says that it should be."""
+    """A number whose unit was forgotten would empty the store; 0 says that it should be, and 0.5 does not."""
     nbytes = parse_bytes(written, field="--size")
-    return nbytes if nbytes == 0 else require_memory("--size", written, nbytes)
+    is_zero = not any(one.isdecimal() and int(one) for one in written)
+    return 0 if is_zero else require_memory("--size", written, nbytes)
 
 
 def _unused_s(written: str) -> float:
