@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import mmap
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +27,7 @@ from holdfast.errors import DoesNotFitError
 from holdfast.execution.gpu.memory import accounting as gpu_memory
 from holdfast.execution.gpu.memory.arbiter import VramArbiter
 from holdfast.execution.gpu.memory.virtual_memory import OUT_OF_MEMORY, RangeError
+from holdfast.execution.streaming import pinned_memory
 from holdfast.execution.streaming.pinned_memory import PinnedMemory
 from holdfast.execution.tiers import gpu as gpu_tiers
 from holdfast.execution.tiers.gpu import GpuPageCopies
@@ -39,7 +40,7 @@ from holdfast.observability.decisions import Decision
 from holdfast.planner import Plan
 from holdfast.planner.models.variants import planned
 from holdfast.planner.serve.gpu_plan import make_gpu_plan
-from holdfast.planner.sizing.host_ram import LEFT_FREE_BYTES
+from holdfast.planner.sizing import host_ram
 from holdfast.records import (
     ExpertsGrant,
     LayersGrant,
@@ -428,31 +429,40 @@ def test_a_budget_of_which_others_took_a_part_is_told_as_it_is_kept_to(
     assert not [line for line in same.info.lowered if line.startswith("budget = ")]
 
 
-def test_ram_for_kv_pages_is_looked_at_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that wakes up, or follows another, has the plan of the first. Weights leave it what is to come."""
-    page, free = 4096, [2 * LEFT_FREE_BYTES, LEFT_FREE_BYTES]
-    unpinned = partial(PinnedMemory, pin=lambda address, nbytes: 0, unpin=lambda addresses, device: None)
+@pytest.mark.parametrize(("engines", "pages"), [(1, 84), (2, 76)])
+def test_ram_for_kv_pages_leaves_a_tenth_of_what_was_free(
+    engines: int, pages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is looked at before each piece: a process that wakes up, or follows another, has the plan of the first. What
+    is left after a piece is not what there was. Weights leave it what is to come."""
+    page, made, go = mmap.PAGESIZE, list[PinnedMemory](), threading.Event()
+
+    def unpinned(*given: Any, **named: Any) -> PinnedMemory:
+        made.append(PinnedMemory(*given, pin=lambda *_: 0, unpin=lambda addresses, device: None, **named))
+        return made[0]
+
     monkeypatch.setattr(gpu_tiers, "PinnedMemory", unpinned)
     monkeypatch.setattr(gpu_tiers, "PIECE_BYTES", 4 * page)
-    go, to_come = threading.Event(), list[Callable[[], int]]()
+    monkeypatch.setattr(host_ram, "LEFT_FREE_BYTES", 6 * page)
 
     def ram() -> Memory:
-        assert go.wait(PATIENCE_S)
-        return Memory(total_bytes=GIB, available_bytes=free.pop(0) if free[1:] else free[0], limited_by="machine")
+        assert threading.current_thread() is threading.main_thread() or go.wait(PATIENCE_S)
+        touched = sum(piece.nbytes - pinned_memory._absent_bytes(piece) for one in made for piece in one.pieces)
+        return Memory(total_bytes=GIB, available_bytes=100 * page - touched, limited_by="machine")
 
     monkeypatch.setattr(build_gpu, "ram", ram)
-    used = list[GpuPageCopies]()
+    used, to_come = list[GpuPageCopies](), list[Callable[[], int]]()
     layout = SimpleNamespace(page_bytes=page)
     runner: Any = SimpleNamespace(device=CPU, link=SimulatedCopies(), use_tiers=used.append, leave_to_kv=to_come.append)
-    plan: Any = SimpleNamespace(engine=SimpleNamespace(layout=layout, kv_ram_bytes=16 * page))
-    assert build_gpu.use_kv_tiers(plan, runner, None) is not None
-    assert to_come[0]() == 16 * page
+    plan: Any = SimpleNamespace(engine=SimpleNamespace(layout=layout, kv_ram_bytes=96 * page))
+    assert build_gpu.use_kv_tiers(plan, runner, None, engines=engines) is not None
+    assert to_come[0]() == 96 * page
     go.set()
     until_s = time.monotonic() + PATIENCE_S
-    while used[0].host_pages() < 4 or not used[0].host_settled():
+    while used[0].host_pages() < pages or not used[0].host_settled():
         assert time.monotonic() < until_s
         time.sleep(0.001)
-    assert (used[0].host_pages(), to_come[0]()) == (4, 0)
+    assert (used[0].host_pages(), to_come[0]()) == (pages, 0)
     used[0].close()
 
 

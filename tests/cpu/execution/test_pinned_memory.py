@@ -17,7 +17,7 @@ import pytest
 import torch
 from deadlines import PATIENCE_S
 
-from holdfast.errors import EngineError
+from holdfast.errors import DoesNotFitError, EngineError
 from holdfast.execution.lora.upload import PlaceSender
 from holdfast.execution.streaming import pinned_memory
 from holdfast.execution.streaming.copies import CudaCopies
@@ -186,6 +186,48 @@ def test_what_is_not_pinned_after_all_is_given_back(in_file: bool) -> None:
     os.close(file)
 
 
+def test_what_a_file_held_and_the_system_swapped_out_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    file, size = os.memfd_create("test", os.MFD_CLOEXEC), 16 * PAGE
+    os.pwrite(file, b"x" * size, 3 * size)
+    monkeypatch.setattr(pinned_memory, "_absent_bytes", lambda piece: piece.nbytes)
+    mapped, go = list[PinnedMemory](), threading.Event()
+
+    def pin(address: int, nbytes: int) -> int:
+        assert go.wait(PATIENCE_S)
+        return 2 if address >= mapped[0].pieces[2].data_ptr() else 0
+
+    mapped.append(
+        PinnedMemory([size] * 6, GPU, pin=pin, unpin=ignored, background=range(6), file=file, room=lambda: 100 * size)
+    )
+    go.set()
+    with pytest.raises(EngineError, match="HF444"):
+        mapped[0].wait(5)
+    assert os.pread(file, size, 3 * size) == b"x" * size
+    assert os.fstat(file).st_blocks * 512 == 3 * size, "two that are pinned, and this one"
+    mapped[0].close()
+    os.close(file)
+
+
+def test_a_piece_that_a_huge_page_has_reached_is_given_back_whole() -> None:
+    mapped, go, size = list[PinnedMemory](), threading.Event(), 16 * PAGE
+
+    def pin(address: int, nbytes: int) -> int:
+        assert go.wait(PATIENCE_S)
+        return 2 if address >= mapped[0].pieces[2].data_ptr() else 0
+
+    def room() -> int:
+        assert go.wait(PATIENCE_S)
+        return 100 * size
+
+    mapped.append(PinnedMemory([size] * 6, GPU, pin=pin, unpin=ignored, background=range(6), room=room))
+    mapped[0].pieces[3][:PAGE] = 1
+    go.set()
+    with pytest.raises(EngineError, match="HF444"):
+        mapped[0].wait(5)
+    assert [there(piece) for piece in mapped[0].pieces] == [size, size, 0, 0, 0, 0]
+    mapped[0].close()
+
+
 @pytest.mark.parametrize("in_file", [False, True])
 def test_a_tier_settles_at_what_ram_has_room_for_by_then(in_file: bool, caplog: pytest.LogCaptureFixture) -> None:
     """What is there already takes no room: pages that were kept while an engine slept."""
@@ -207,9 +249,9 @@ def test_a_tier_settles_at_what_ram_has_room_for_by_then(in_file: bool, caplog: 
         PinnedMemory(sizes, GPU, pin=lambda *_: 0, unpin=ignored, background=range(8), file=of_file, room=room)
     )
     go.set()
-    with pytest.raises(EngineError, match=r"RAM has room for 8\.00 KiB more") as caught:
+    with pytest.raises(DoesNotFitError, match=r"RAM has room for 8\.00 KiB more") as caught:
         mapped[0].wait(7)
-    assert caught.value.code == "HF444"
+    assert caught.value.code == "HF114", "which is planned again"
     host = HostMemory(mapped[0], PAGE)
     assert (host.look(), host.settled) == (16 * (3 + in_file), True)
     assert "the KV tier in RAM stays at" in caplog.text

@@ -172,6 +172,33 @@ def test_nobody_waits_for_pages_that_could_not_be_pinned(monkeypatch: pytest.Mon
     woken.scheduler.kv.check_invariants()
 
 
+def test_pages_that_could_not_be_pinned_are_given_back_and_forgotten(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody could read them, and RAM is what is short then; whoever comes next must not take holes for pages."""
+    monkeypatch.setattr("tests.unit.engine.test_kept_kv.HEAD_DIM", 1024)
+    core = make((None,))
+    cached(core, "first", 0)
+    cached(core, "second", 1000)
+    page_bytes = core.scheduler.kv.layout.page_bytes
+    kept = kept_by(core, held=b"x" * (200 * page_bytes))
+    assert kept is not None
+    ready = 3
+    assert kept.held_bytes > 2 * ready * page_bytes
+    woken = make((None,), ready)
+    woken.runner.failed = True  # type: ignore[attr-defined]
+    keeper_of(woken, kept).restore(kept)
+    assert woken.scheduler.kv.tiers is not None
+    assert len(woken.scheduler.kv.tiers.host) == ready
+    assert os.stat(kept.pages_path).st_blocks * 512 == ready * page_bytes
+    assert "are given up: they could not be pinned" in caplog.text
+    again = make((None,))
+    keeper_of(again, kept).restore(kept)
+    assert again.scheduler.kv.tiers is not None
+    assert len(again.scheduler.kv.tiers.host) == ready
+    again.scheduler.kv.check_invariants()
+
+
 def test_a_cache_that_holds_nothing_keeps_nothing() -> None:
     assert kept_by(make((None,))) is None
 

@@ -15,7 +15,7 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import msgspec
 
@@ -127,9 +127,7 @@ class KVKeeper:
                 entries = msgspec.msgpack.decode(file.read(), type=list[Entry])
                 if self._tier_file is None:
                     # Pages are taken out of the file: were this process to die now, another would find empty ones.
-                    file.seek(0)
-                    file.truncate()
-                    file.write(msgspec.msgpack.encode([]))
+                    _write_again(file, [])
             restore = self._restore_pool if self._tier_file is None else self._restore_tier
             restored = restore(kept, entries) if entries else 0
         except (OSError, msgspec.DecodeError) as error:
@@ -167,9 +165,34 @@ class KVKeeper:
             if time.monotonic() >= until_s:
                 break
             time.sleep(0.01)
+        if ready < wanted and self._runner.host_settled():
+            entries = _give_up_behind(
+                self._tier_file, kept.index_path, entries, ready, self._core.scheduler.kv.layout.page_bytes
+            )
         tiers.host.expect(entries)
         tiers.grow_host(ready)
         return len(tiers.host)
+
+
+def _give_up_behind(file: int, index_path: str, entries: list[Entry], pages: int, page_bytes: int) -> list[Entry]:
+    """So many pages of a tier are pinned, and no more will be: the others would stay in RAM with nobody to read them.
+    What is left of `entries`."""
+    left = [entry for entry in entries if entry[2] < pages]
+    with open(index_path, "r+b") as index:  # First: were this process to die, the next would find empty pages.
+        _write_again(index, left)
+    size, begin = os.fstat(file).st_size, -(-pages * page_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    if begin < size:
+        with mmap.mmap(file, size) as memory:
+            memory.madvise(mmap.MADV_REMOVE, begin, size - begin)
+    lost = counted(len(entries) - len(left), "block")
+    log.warning("%s that were cached before the engine slept are given up: they could not be pinned", lost)
+    return left
+
+
+def _write_again(index: BinaryIO, entries: list[Entry]) -> None:
+    index.seek(0)
+    index.truncate()
+    index.write(msgspec.msgpack.encode(entries))
 
 
 def _give_back_others(file: int, pages: list[int], page_bytes: int, beat: Callable[[], None]) -> None:

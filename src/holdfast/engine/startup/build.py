@@ -401,7 +401,7 @@ def _build_on_gpu(
     opened = open_kv_store(config, model.files, model.spec, plan, runner.kv_scales.digest_parts(), loaded_from)
     if opened is not None:
         plan = replace(plan, decisions=(*plan.decisions, opened.decision))
-    tiers = use_kv_tiers(plan, runner, None if opened is None else opened.store, tier_file)
+    tiers = use_kv_tiers(plan, runner, None if opened is None else opened.store, tier_file, config.data_parallel_size)
     core = EngineCore(
         _scheduler(config, plan, steps_ahead=1, tiers=tiers, stored=None if opened is None else opened.store),
         runner,

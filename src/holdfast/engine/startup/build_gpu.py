@@ -231,16 +231,24 @@ def _with_kv_tiers(below: list[LowerTier], config: EngineConfig, plan: Plan) -> 
     return [tier, *below]
 
 
-def use_kv_tiers(plan: Plan, runner: GpuRunner, store: Store | None, tier_file: int | None = None) -> TierLimits | None:
+def use_kv_tiers(
+    plan: Plan, runner: GpuRunner, store: Store | None, tier_file: int | None = None, engines: int = 1
+) -> TierLimits | None:
     """KV pages below the pool of a runner that is ready. A thread pins RAM for them from now on, and it is used as it
-    comes. `tier_file`: whose memory that is; None: the engine's own. None: there is no tier."""
+    comes. `tier_file`: whose memory that is; None: the engine's own; `engines`: of the
+    server, each of which pins RAM. None: there is no tier."""
     page, device, kv_ram_bytes = plan.engine.layout.page_bytes, runner.device, plan.engine.kv_ram_bytes
     if not kv_ram_bytes and store is None:
         return None
     host = disk = None
     places = staging_places(page)
     if kv_ram_bytes:
-        host = HostMemory.pinned(kv_ram_bytes, page, device, tier_file, lambda: may_be_pinned(ram().available_bytes))
+        free = ram().available_bytes
+
+        def room() -> int:
+            return may_be_pinned(free, ram().available_bytes, engines)
+
+        host = HostMemory.pinned(kv_ram_bytes, page, device, tier_file, room)
         runner.leave_to_kv(host.to_come_bytes)
     if store is not None:
         disk = DiskPlaces.pinned(store, page, places, device)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from holdfast.checkpoints.checkpoint import Checkpoint
 from holdfast.config import EngineConfig
-from holdfast.engine.startup.streamed_layers import check_ram, layers_share, room_for_more
+from holdfast.engine.startup.streamed_layers import check_ram, layers_share, room_for_more, room_to_pin
 from holdfast.execution.device import DTYPES, Device
 from holdfast.execution.native import ExpertLayer
 from holdfast.execution.streaming.copies import CudaCopies
@@ -52,9 +52,7 @@ def device_experts(
 
     # One layer's after the other, while those of the first are loaded.
     order = range(len(places.layers))
-    pinned = PinnedMemory(
-        places.pinned_sizes, device, progress, background=order, room=lambda: memory().available_bytes
-    )
+    pinned = PinnedMemory(places.pinned_sizes, device, progress, background=order, room=room_to_pin)
     made = DeviceExperts(places, device, CudaCopies(device), pinned, room=room)
     made.kv_to_come = lambda: plan.engine.kv_ram_bytes
     held.append(weakref.ref(made))

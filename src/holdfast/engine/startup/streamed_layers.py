@@ -21,7 +21,7 @@ from holdfast.execution.streaming.pinned_memory import PinnedMemory
 from holdfast.hardware import memory, resident
 from holdfast.planner import Plan
 from holdfast.planner.serve.refusals import RAM_IS_SHORT
-from holdfast.planner.sizing.host_ram import HOST_ENGINE_BYTES, host_budget
+from holdfast.planner.sizing.host_ram import HOST_ENGINE_BYTES, LEFT_FREE_BYTES, host_budget
 from holdfast.records import LowerTier, MemoryTerm
 from holdfast.units import counted, format_bytes
 
@@ -57,7 +57,7 @@ def device_layers(
     sizes, layers = streamed.pinned_sizes, len(streamed.in_ram)
     # What the first layers are loaded with comes first; the others are pinned while these are loaded.
     order = [*range(layers, len(sizes)), *range(layers)]
-    pinned = PinnedMemory(sizes, device, progress, background=order, room=lambda: memory().available_bytes)
+    pinned = PinnedMemory(sizes, device, progress, background=order, room=room_to_pin)
     ranges = None if streamed.resident_sizes is None else LayerRanges(streamed.all_sizes, device)
     share, held = layers_share(config, plan), list[weakref.ref[DeviceLayers]]()
 
@@ -86,6 +86,11 @@ def room_for_more(share: int | None, taken_bytes: int, to_come_bytes: int) -> in
     free now, of which so much will be."""
     free = host_budget(memory().available_bytes) - to_come_bytes
     return max(0, free if share is None else min(free, share - taken_bytes))
+
+
+def room_to_pin() -> int:
+    """Of RAM, while what was planned is pinned: others may take what is free meanwhile."""
+    return memory().available_bytes - LEFT_FREE_BYTES
 
 
 def check_ram(pinned_bytes: int, what: str) -> None:

@@ -16,7 +16,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from holdfast.errors import EngineError
+from holdfast.errors import DoesNotFitError, EngineError
 from holdfast.hardware import processor
 from holdfast.units import format_bytes
 
@@ -42,6 +42,7 @@ DONT_NEED, REMOVE = 4, 9
 POPULATE_WRITE = 23
 """Of madvise, on Linux: the pages are there when it returns."""
 NOT_PINNED = "HF444"
+NO_ROOM = "HF114"
 MAPPED = 2
 """cudaHostRegisterMapped: kernels may read it too."""
 
@@ -127,8 +128,10 @@ class PinnedMemory:
         self._end = weakref.finalize(self, _give_back, stop, threads, unpin, self._pinned, device, self.pieces)
         self._end.atexit = False  # The driver does it then.
         order = range(len(sizes)) if background is None else background
-        kept, done = file is not None, self._done
-        work = partial(_pin_all, self.pieces, list(order), self._pin, self._pinned, done, stop, kept=kept, room=room)
+        held = None if file is None else _with_content(sizes, file)
+        work = partial(
+            _pin_all, self.pieces, list(order), self._pin, self._pinned, self._done, stop, held=held, room=room
+        )
         if background is not None and sizes:
             threads.append(threading.Thread(target=work, name="pinning", daemon=True))
             threads[0].start()
@@ -215,29 +218,26 @@ def _pin_all(
     stop: threading.Event,
     tell: Callable[[], None] = lambda: None,
     *,
-    kept: bool = False,
+    held: Container[int] | None = None,
     room: Callable[[], int] | None = None,
 ) -> None:
     """One by one, while threads touch those that come next. Whatever goes wrong is the result of all that are left, and
-    what was touched of them is given back; an interruption is raised as well."""
+    what was touched of them is given back; an interruption is raised as well. `held`: pieces of a file that had content
+    before; None: the memory is no file's."""
     finished, left, coming = 0, deque(order), deque[tuple[int, list[Future[None]]]]()
-    taken = set[int]()
-    """Pieces that the system had nothing of before."""
-    touch = _touch_kept if kept else _touch
+    begun, of_file = list[int](), held is not None
+    touch = _touch_kept if of_file else _touch
     try:
         with _touching() as threads:
             while left or coming:
                 while left and _is_near(pieces, left[0], [at for at, _ in coming]):
-                    absent = _absent_bytes(pieces[left[0]]) if kept or room is not None else pieces[left[0]].nbytes
                     if room is not None:
-                        needed = absent + sum(_absent_bytes(pieces[at]) for at, _ in coming)
+                        needed = sum(_absent_bytes(pieces[at]) for at in (left[0], *(at for at, _ in coming)))
                         if needed > (there := room()):
                             if coming:  # It is known better when they are there.
                                 break
                             raise _no_room(needed, there)
-                    at = left.popleft()
-                    if absent == pieces[at].nbytes:
-                        taken.add(at)
+                    begun.append(at := left.popleft())
                     coming.append((at, [threads.submit(touch, part) for part in pieces[at].split(TOUCHED_BYTES)]))
                 at, parts = coming.popleft()
                 for part in parts:
@@ -251,10 +251,10 @@ def _pin_all(
                 done[at].set_result(None)
                 tell()
     except BaseException as error:
-        # Pages that a file held before may be what the process after this one is to find.
-        for at in taken:
-            if not done[at].done():
-                _libc.madvise(pieces[at].data_ptr(), pieces[at].nbytes, REMOVE if kept else DONT_NEED)
+        for at in begun:
+            # What a file held before may be what the process after this one is to find.
+            if not done[at].done() and (held is None or at not in held):
+                _libc.madvise(pieces[at].data_ptr(), pieces[at].nbytes, REMOVE if of_file else DONT_NEED)
         for one in done:
             if not one.done():
                 one.set_exception(error)
@@ -265,6 +265,17 @@ def _pin_all(
 def _is_near(pieces: Sequence[torch.Tensor], number: int, coming: Sequence[int]) -> bool:
     """Whether this one is touched beside those that are not pinned yet."""
     return len(coming) < AHEAD_PIECES or sum(pieces[at].nbytes for at in (number, *coming)) <= AHEAD_BYTES
+
+
+def _with_content(sizes: Sequence[int], file: int) -> set[int]:
+    """Which pieces of it hold something, in RAM or swapped out: of the latter mincore knows nothing."""
+    found, begin = set[int](), 0
+    for number, size in enumerate(sizes):
+        with suppress(OSError):  # ENXIO: nothing from there on.
+            if os.lseek(file, begin, os.SEEK_DATA) < begin + size:
+                found.add(number)
+        begin += size
+    return found
 
 
 def _absent_bytes(piece: torch.Tensor) -> int:
@@ -384,13 +395,16 @@ def _not_given(nbytes: int, error: int) -> EngineError:
     )
 
 
-def _no_room(nbytes: int, room: int) -> EngineError:
-    return EngineError(
-        f"RAM has room for {format_bytes(room)} more by now",
-        code=NOT_PINNED,
+def _no_room(nbytes: int, room: int) -> DoesNotFitError:
+    """It may be planned again, with what is free by now."""
+    left = format_bytes(max(0, room))
+    return DoesNotFitError(
+        f"RAM has room for {left} more by now",
+        code=NO_ROOM,
         needed=f"{format_bytes(nbytes)}, to be pinned",
-        found=f"{format_bytes(room)}, which others left of what is free",
-        fix="stop what else takes RAM, and restart",
+        found=f"{left}, beside what stays free",
+        fix="stop what else takes RAM, or --nvme-path DIR on a fast disk with room for what waits there",
+        field="nvme_path",
     )
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from holdfast.errors import EngineError
+from holdfast.errors import HoldfastError
 from holdfast.execution.streaming.copies import Copies, Piece
 from holdfast.execution.streaming.pinned_memory import PinnedMemory
 from holdfast.execution.tiers.disk import DiskReads, Store
@@ -82,7 +82,7 @@ class HostMemory:
             try:
                 if not self._pinned.is_pinned(self._ready_pieces):
                     break
-            except (EngineError, RuntimeError) as error:  # It is served from what there is.
+            except (HoldfastError, RuntimeError) as error:  # It is served from what there is.
                 log.warning("the KV tier in RAM stays at %d pages: %s", self.ready, str(error).splitlines()[0])
                 self._ready_pieces = len(self._pinned.pieces)
                 break

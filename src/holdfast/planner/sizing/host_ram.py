@@ -51,6 +51,8 @@ def host_budget(free_bytes: int) -> int:
     return int(free_bytes * HOST_SHARE)
 
 
-def may_be_pinned(free_bytes: int) -> int:
-    """Of RAM while a server runs, for KV pages: others may have taken what was free when it was planned."""
-    return max(0, host_budget(free_bytes) - LEFT_FREE_BYTES)
+def may_be_pinned(free_at_first: int, free_now: int, engines: int = 1) -> int:
+    """Of RAM while a server runs, for KV pages: of what was free when it began to pin, a tenth stays so, and some for
+    each engine of it, which do not see what the others are about to take. Others may have taken RAM meanwhile."""
+    stays = free_at_first - host_budget(free_at_first) + engines * LEFT_FREE_BYTES
+    return max(0, free_now - stays)
