@@ -97,6 +97,9 @@ def _table(result: TuneResult) -> Iterator[str]:
         yield f"{_goodput(trials):>22.2f}{len(trials):>6}  {name}  ({'; '.join(filter(None, marks))})"
     if len(rows) > SHOWN:
         yield f"{'':>22}{'':>6}  and {len(rows) - SHOWN} more (--json has them)"
+    slower = {str(ServerConfiguration(tuple(one.settings.items()))) for one in result.trials if one.stage == "search"}
+    if left := len(slower - by_settings.keys()):
+        yield f"{'':>22}{'':>6}  and {left} at a slower pace, with which the best could not be told apart"
 
 
 def _goodput(trials: list[TriedConfiguration]) -> float:

@@ -42,6 +42,8 @@ CLIMB = 2.0
 """From the last pace that the default held, or the traffic's own, to so many times that."""
 NEAR = 1.5
 """So many times the last pace that the default held, it held no longer: near enough to begin there."""
+TOO_MANY = 3
+"""That keep up with all of a climb; two may be lucky."""
 KEPT_SHARE = 0.99
 """Of requests within the SLO: from there on a faster replay is needed to tell configurations apart."""
 
@@ -149,8 +151,11 @@ class Tuner:
     def run(self) -> TuneOutcome:
         try:
             self._find_pace()
-            self._search()
-            return self._confirm(self._finalists())
+            while True:
+                self._search()
+                finalists = self._finalists()
+                if not self._quicken(self._kept_all(finalists)):
+                    return self._confirm(finalists)
         except KeyboardInterrupt:
             return self._so_far()
 
@@ -186,7 +191,14 @@ class Tuner:
         after = 2 * FINALISTS + 2 * USUAL_ROUNDS + (not self._at_own_pace)
         reserve_s = min(after * self._cost_s(), PROOF_SHARE * self._budget_s)
 
+        self._ended = self._search_here(reserve_s)
+        while self._quicken(self._kept_all()):
+            self._ended = self._search_here(reserve_s)
+
+    def _search_here(self, reserve_s: float) -> str:
+        """At this pace. Returns why it ended."""
         choices = self._choices(self._speed, self._climb)
+        places = {configuration: place for place, configuration in enumerate(choices.configurations)}
 
         def measure(place: int) -> float | None:
             return self._try(choices.configurations[place], "search").merit
@@ -198,12 +210,12 @@ class Tuner:
                 return True
             return False
 
-        self._ended = search(
+        return search(
             choices.points,
             choices.same_as,
             measure,
-            lambda: self._left_s() - self._cost_s() > reserve_s,
-            known={0: self._here(DEFAULT)[-1].merit},
+            lambda: self._left_s() - self._cost_s() > reserve_s and not self._may_quicken(self._kept_all()),
+            known={places[trial.configuration]: trial.merit for trial in self._here()},
             scatter=self._scatter,
             cannot_beat=cannot_beat,
         )
@@ -217,6 +229,8 @@ class Tuner:
             if len(found) > 1 and self._left_s() - self._cost_s() > proof_s:
                 self._try(configuration, "finalists")
         while self._left_s() - self._cost_s() > max(ends_s, proof_s) and (doubtful := self._in_doubt(found)):
+            if self._may_quicken(self._kept_all(found)):
+                break
             self._try(min(doubtful, key=lambda one: len(self._here(one))), "finalists")
         return [one for one in self._ranked() if one in found]
 
@@ -290,8 +304,33 @@ class Tuner:
             pair = (DEFAULT, leader) if sum(map(len, self._pairs.values())) % 2 == 0 else (leader, DEFAULT)
             found = {configuration: self._try(configuration, "confirmation") for configuration in pair}
             self._pairs.setdefault(leader, []).append((found[DEFAULT], found[leader]))
+            if all(map(_kept, found.values())):
+                self._quicken(finalists)
         proven = [one for one in finalists if len(self._pairs.get(one, ())) >= FEWEST_ROUNDS]
         return self._best_of(proven) if proven else None
+
+    def _kept_all(self, among: Sequence[ServerConfiguration] | None = None) -> list[ServerConfiguration]:
+        """Who kept up with all of the climb when it was asked last, the default apart: it cannot tell them apart."""
+        last = {trial.configuration: trial for trial in self._here()} if self._climb != 1 else {}
+        others = [one for one in last if not one.is_default] if among is None else among
+        return [one for one in others if one in last and _kept(last[one])]
+
+    def _may_quicken(self, alike: Sequence[ServerConfiguration]) -> bool:
+        """A proof has to follow."""
+        again = len(alike) + 1 + 3 * FEWEST_ROUNDS  # With what is searched for at that pace.
+        in_time = self._left_s() - self._own_pace_s >= again * self._cost_s()
+        return len(alike) >= TOO_MANY and in_time and self._speed < FASTEST
+
+    def _quicken(self, alike: Sequence[ServerConfiguration]) -> bool:
+        """Where several keep up with all of a climb, the machine was slower when its pace was found. They and the
+        default begin again with a faster one; False: nobody does, or there is no time for it."""
+        if not self._may_quicken(alike):
+            return False
+        self._speed = round(self._speed * math.sqrt(CLIMB), 2)
+        self._pairs.clear()
+        for configuration in (DEFAULT, *alike):
+            self._try(configuration, "search")
+        return True
 
     def _rounds_wanted(self, finalist: ServerConfiguration) -> int:
         return max(1, FEWEST_ROUNDS - len(self._pairs.get(finalist, ())))

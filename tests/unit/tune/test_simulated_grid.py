@@ -98,8 +98,8 @@ def served(
 class SimulatedServers:
     """Called once a trial, as the real ones are."""
 
-    def __init__(self, shape: Shape, *, seed: int | None) -> None:
-        self._shape, self._arrivals = shape, shape.arrivals()
+    def __init__(self, shape: Shape, *, seed: int | None, slow_trials: int = 0) -> None:
+        self._shape, self._arrivals, self._slow_trials = shape, shape.arrivals(), slow_trials
         self._draw = None if seed is None else random.Random(seed)
         self.now_s = 0.0
 
@@ -112,7 +112,9 @@ class SimulatedServers:
             return Trial(
                 configuration=configuration, stage=stage, speed=speed, climb=climb, died="refused", seconds=START_S
             )
-        done = served(replayed(self._arrivals, TRIAL_S, speed, climb), sequences, tokens)
+        self._slow_trials -= 1
+        slower = 2.5 if self._slow_trials >= 0 else 1.0
+        done = served(replayed(self._arrivals, TRIAL_S, speed, climb), sequences, tokens, slower=slower)
         noise = 1.0 if self._draw is None else 1 + self._draw.gauss(0, NOISE)
         return trial_of(done, self._shape, configuration, (speed, climb), stage, TRIAL_S, noise=noise)
 
@@ -155,6 +157,22 @@ def test_what_is_kept_is_within_5_percent_of_the_best_of_all(shape: str) -> None
         assert best > 1.1 * grid[CONFIGURATIONS[0]]  # There is something to find.
         assert outcome.kept is not None
         assert grid[outcome.kept] >= (1 - WITHIN) * best, (seed, str(outcome.kept), grid[outcome.kept], best)
+
+
+def test_a_machine_that_was_slow_at_first_is_given_a_pace_that_tells_them_apart() -> None:
+    """The pace was found while it was: with it, several keep up with all that comes once it is not."""
+    places = Places(CONFIGURATIONS, POINTS, {point: place for place, point in enumerate(POINTS)})
+    shape = SHAPES["chat"]._replace(rate=1.0)
+    for slow_trials in (4, 14):
+        servers = SimulatedServers(shape, seed=0, slow_trials=slow_trials)
+        outcome = Tuner(lambda *pace: places, servers, budget_s=1800.0, clock=lambda: servers.now_s).run()  # noqa: B023
+        assert outcome.pace[0] > 1.0
+        assert any(trial.speed < outcome.speed for trial in outcome.trials if trial.stage == "search")
+        exact = SimulatedServers(shape, seed=None)
+        grid = {one: exact(one, speed=outcome.speed, climb=2.0, stage="search").goodput for one in CONFIGURATIONS}
+        assert max(grid.values()) > 1.1 * grid[CONFIGURATIONS[0]]
+        assert outcome.kept is not None
+        assert grid[outcome.kept] >= (1 - WITHIN) * max(grid.values()), str(outcome.kept)
 
 
 NOISY_TRIAL_S, NOISY_START_S, NOISY_MINUTES = 10.0, 11.0, 10.0
