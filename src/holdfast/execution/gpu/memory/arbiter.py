@@ -13,18 +13,19 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from holdfast.errors import DoesNotFitError, EngineError
 from holdfast.execution.gpu.memory.accounting import GpuMemory
 from holdfast.execution.gpu.memory.kv_range import KVRange
+from holdfast.execution.gpu.memory.movable import Movable, MovableExperts, MovableLayers
 from holdfast.execution.gpu.memory.virtual_memory import RangeError
 from holdfast.execution.streaming.pinned_memory import NOT_PINNED
 from holdfast.footprint.streamed import page_tables_bytes
 from holdfast.held_interrupts import interrupts_put_off
-from holdfast.records import ExpertsGrant, LayersGrant, LinkUse, VramBudget, VramGrant
+from holdfast.records import ExpertsGrant, LayersGrant, VramBudget, VramGrant
 from holdfast.units import counted, format_bytes
 
 log = logging.getLogger("holdfast")
@@ -36,62 +37,6 @@ WANTED_SHARE = 0.97
 leaves."""
 LEAST_GAIN = 1.02
 """In tokens a second of all, for which layers leave."""
-
-
-class Movable(Protocol):
-    """Weights that may come to stay on the GPU, and leave it."""
-
-    @property
-    def nbytes(self) -> int:
-        """On the GPU, of slots for those that come for a step, and of tables of places."""
-
-    @property
-    def resident_bytes(self) -> int:
-        """On the GPU, of those that stay."""
-
-    @property
-    def pinned_bytes(self) -> int:
-        """In RAM."""
-
-
-class MovableLayers(Movable, Protocol):
-    @property
-    def streamed(self) -> tuple[int, ...]: ...
-
-    @property
-    def moved_bytes(self) -> int:
-        """In every step."""
-
-    def bytes_with(self, layers: Sequence[int]) -> int:
-        """Of slots and of layers that stay, if these were streamed."""
-
-    def moved_with(self, layers: Sequence[int]) -> int:
-        """In every step, if these were streamed."""
-
-    def use(self) -> LinkUse: ...
-
-    def one_more(self, layers: Sequence[int]) -> tuple[int, ...] | None: ...
-
-    def one_less(self, layers: Sequence[int]) -> tuple[int, ...]: ...
-
-    def change(self, layers: Sequence[int]) -> None:
-        """These are streamed from now on; more of them where memory for one that was to stay is not there."""
-
-
-class MovableExperts(Movable, Protocol):
-    """So many of all layers stay, spread evenly."""
-
-    @property
-    def resident_counts(self) -> tuple[int, ...]: ...
-
-    @property
-    def most_resident(self) -> int: ...
-
-    def bytes_with(self, count: int) -> int:
-        """Of slots, tables and those that stay, if so many did."""
-
-    def fits_ram(self, count: int) -> bool:
-        """Whether RAM would hold the others."""
 
 
 class _Target(NamedTuple):
