@@ -128,6 +128,10 @@ class VramArbiter:
             return self._blocks_beside(asked, target.budget, unaccounted, least_blocks, layers_bytes)
 
         def resize(pages: int) -> None:
+            more = self._kv.backed_bytes(pages) - self._kv.nbytes
+            # A range takes piece by piece until the driver refuses: neighbours would find nothing meanwhile.
+            if more > 0 and more > (free := self.memory.held().free_bytes):
+                raise _not_there(target.budget, target.own, free)
             try:
                 resize_kv(pages)
             except RangeError as error:
@@ -172,7 +176,8 @@ class VramArbiter:
         target = self._target(asked, least_blocks)
         return self._blocks_beside(asked, target.budget, target.unaccounted, least_blocks, target.movable_bytes)
 
-    def _target(self, asked: VramBudget, least_blocks: int) -> _Target:
+    def _target(self, asked: VramBudget, least_blocks: int, wanted_kv: int | None = None) -> _Target:
+        """`wanted_kv`: bytes of KV that layers leave for; None: as now."""
         reserved = self._reserved()
         # A driver that does not tell processes apart leaves our own count.
         own, free = self.memory.told_bytes() or reserved, self.memory.held().free_bytes
@@ -181,7 +186,8 @@ class VramArbiter:
         wanted = min(asked.budget_bytes, own + free) if asked.at_most_free else asked.budget_bytes
         least = max(others, self._planned_others) + self._kv.backed_bytes(least_blocks)
         # No layer leaves for more KV than the pool may have.
-        wanted_kv = self._wanted_kv if asked.kv_bytes is None else min(self._wanted_kv, asked.kv_bytes)
+        wanted_kv = self._wanted_kv if wanted_kv is None else wanted_kv
+        wanted_kv = wanted_kv if asked.kv_bytes is None else min(wanted_kv, asked.kv_bytes)
         kv_bytes = max(wanted_kv, self._kv.backed_bytes(least_blocks))
         streamed, staying = self._streamed_within(wanted - others, kv_bytes), self._staying(wanted - others, kv_bytes)
         movable_bytes = 0 if self._layers is None else self._layers.bytes_with(streamed)
@@ -354,35 +360,52 @@ class VramArbiter:
                 best, chosen = min(wanted, needed) / moved, wanted
         if chosen is None:
             return None
-        granted = self._balance(chosen, least_blocks, resize_kv, "left for")
+        granted = self._balance(chosen, self.budget_bytes, least_blocks, resize_kv, "left for")
         if granted is not None:
             self._base_streamed = self._base_streamed or before
         return granted
 
     def take_back(self, least_blocks: int, resize_kv: Callable[[int], None]) -> VramGrant | None:
-        """Layers that had left for KV come back; None: none had."""
-        if self._layers is None or self._wanted_kv <= self._base_kv:
+        """Layers that had left for KV come back, as many as there is memory for; None: none had, or there is memory for
+        none. That is looked up first: to try costs what is in all slots, and takes what neighbours find free."""
+        layers = self._layers
+        if layers is None or self._wanted_kv <= self._base_kv:
             return None
-        granted = self._balance(self._base_kv, least_blocks, resize_kv, "came back, with")
+        there = min(self.budget_bytes, self.kept_bytes + self.free_bytes())
+        try:
+            with_all, with_these = (
+                len(self._target(VramBudget(budget_bytes=budget), least_blocks, self._base_kv).streamed)
+                for budget in (self.budget_bytes, there)
+            )
+        except DoesNotFitError:  # Of what other shares may still take, a neighbour has some.
+            return None
+        granted, now = None, len(layers.streamed)
+        if with_these < now:
+            granted = self._balance(self._base_kv, there, least_blocks, resize_kv, "came back, with")
+        elif with_all >= now:  # The budget became such that no more of them would stay.
+            self._wanted_kv = self._base_kv
         if self._wanted_kv <= self._base_kv:
             self._base_streamed = ()
         return granted
 
     def _balance(
-        self, kv_bytes: int, least_blocks: int, resize_kv: Callable[[int], None], said: str
+        self, kv_bytes: int, there_bytes: int, least_blocks: int, resize_kv: Callable[[int], None], said: str
     ) -> VramGrant | None:
+        """`there_bytes`: of the budget, what is kept to. The budget stays as it is."""
         assert self._layers is not None
-        before, wanted, asked = self.granted(), self._wanted_kv, VramBudget(budget_bytes=self.budget_bytes)
+        before, wanted, budget = self.granted(), self._wanted_kv, self.budget_bytes
         self._wanted_kv = kv_bytes
         try:
-            expected = self._target(asked, least_blocks).streamed
-            granted = self.change(asked, least_blocks, resize_kv)
+            expected = self._target(VramBudget(budget_bytes=budget), least_blocks).streamed
+            self.change(VramBudget(budget_bytes=there_bytes), least_blocks, resize_kv)
         except DoesNotFitError as error:  # A neighbour, or what else takes RAM: it goes on as it is.
             self._wanted_kv = wanted
             log.warning("the KV pool stays at %s: %s", format_bytes(self._kv.nbytes), error.message)
             return None
+        self.budget_bytes = max(budget, self.budget_bytes)  # Neighbours may leave it again.
         if len(self._layers.streamed) > len(expected):  # A neighbour took what was theirs: they come back later.
             self._wanted_kv = wanted
+        granted = self.granted()
         _say_price(before, granted, said, self._layers.use().possible_bytes_per_s)
         return granted
 
