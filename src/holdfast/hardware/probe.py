@@ -251,14 +251,14 @@ def _physical(root: Path, processors: Iterable[int]) -> int:
 
 
 def _control_group_limit(root: Path) -> tuple[int, int] | None:
-    """(limit, in use and not reclaimable) of the tightest control group above this process; v2, then v1."""
+    """(limit, in use and not droppable) of the tightest control group above this process; v2, then v1."""
     tightest: tuple[int, int] | None = None
     for folder in _control_group_folders(root, "memory"):
         limit = _number(folder / "memory.max", folder / "memory.limit_in_bytes")
         used = _number(folder / "memory.current", folder / "memory.usage_in_bytes")
         if limit is None or used is None or limit >= 1 << 60:
             continue
-        used -= min(used, _statistic(folder / "memory.stat", "inactive_file"))
+        used -= min(used, _droppable_bytes(folder / "memory.stat"))
         if tightest is None or limit - used < tightest[0] - tightest[1]:
             tightest = (limit, used)
     return tightest
@@ -297,15 +297,29 @@ def _number(*paths: Path) -> int | None:
     return None
 
 
-def _statistic(path: Path, name: str) -> int:
+def _droppable_bytes(statistics: Path) -> int:
+    """Page cache that the kernel drops before it kills anything of this control group, in the way in which MemAvailable
+    counts it of the machine: pages that were read twice (active_file) are dropped as well, only later. A group has no
+    watermarks that could say how much of them stays in use: files that programs have mapped do, and what is not written
+    yet cannot be dropped. All of that is taken off the active pages. Memory that is shared is counted as mapped files,
+    but lies on no list of files: it is not taken off. Of slab_reclaimable nobody knows what is in use: it counts as
+    used."""
+    found = dict[str, int]()
     try:
-        for line in path.read_text().splitlines():
-            key, _, value = line.partition(" ")
-            if key == name:
-                return int(value)
+        for line in statistics.read_text().splitlines():
+            name, _, value = line.partition(" ")
+            found[name] = int(value)
     except (OSError, ValueError):
         pass
-    return 0
+
+    def told(version_1: str, version_2: str) -> int:
+        """Of the groups below, too, as usage and limit are: version 1 has these beside the group's own."""
+        return found.get(f"total_{version_1}", found.get(version_2, 0))
+
+    mapped = max(0, told("mapped_file", "file_mapped") - told("shmem", "shmem"))
+    unwritten = told("dirty", "file_dirty") + told("writeback", "file_writeback")
+    active, inactive = told("active_file", "active_file"), told("inactive_file", "inactive_file")
+    return inactive + max(0, active - mapped - unwritten)
 
 
 def filesystem_type(folder: Path) -> str | None:

@@ -242,6 +242,100 @@ def test_layers_whose_room_a_neighbour_took_come_back_when_it_has_left(
     gpu.close()
 
 
+def bounded(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Its drivers refuse what it does not have. What they left free, each time that they gave some."""
+    left, create, create_kv = list[int](), gpu.driver.create, gpu.kv_driver.cuMemCreate
+
+    def for_layers(nbytes: int) -> object:
+        if nbytes > gpu.held().free_bytes:
+            raise RangeError("memory", OUT_OF_MEMORY)
+        handle = create(nbytes)
+        left.append(gpu.held().free_bytes)
+        return handle
+
+    def for_pages(nbytes: int, *given: object) -> tuple[int, ...]:
+        if nbytes > gpu.held().free_bytes:
+            return OUT_OF_MEMORY, 0
+        made = create_kv(nbytes, *given)  # type: ignore[arg-type]
+        left.append(gpu.held().free_bytes)
+        return made
+
+    monkeypatch.setattr(gpu.driver, "create", for_layers)
+    monkeypatch.setattr(gpu.kv_driver, "cuMemCreate", for_pages)
+    return left
+
+
+def raced(gpu: Gpu) -> Callable[[int], None]:
+    """A neighbour takes all that is free before the pool grows, and keeps it."""
+
+    def resize(blocks: int) -> None:
+        if blocks > gpu.kv.blocks:
+            gpu.total = gpu.told_bytes()
+        gpu.resize_kv(blocks)
+
+    return resize
+
+
+def test_nothing_is_tried_while_a_neighbour_holds_the_room_of_layers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A try costs what is in all slots, and for a moment what is free. As many come back as there is room for."""
+    monkeypatch.setattr("holdfast.execution.gpu.memory.arbiter.LEAST_SPEED", 0.5)
+    gpu = Gpu()
+    gpu.total, whole = gpu.budget, gpu.driver.whole(gpu.size)
+    balance, taken = KVBalance(gpu.arbiter), bounded(gpu, monkeypatch)
+    assert balance.look(wants(gpu, 35 + 3 * whole // PAGE), 1.0, raced(gpu)) is not None  # type: ignore[arg-type]
+    assert (len(gpu.layers.streamed), gpu.kv.blocks) == (STREAMED + 4, 40), "one of them for a second slot"
+    changed = Mock(wraps=gpu.layers.change)
+    monkeypatch.setattr(gpu.layers, "change", changed)
+    taken.clear()
+    caplog.clear()
+    for second in range(2, 60):
+        gpu.total += (second == 30) * (whole - 2 * PAGE)  # The pool would give the other pages, but for one.
+        assert balance.look(wants(gpu, 2), float(second), gpu.resize_kv) is None  # type: ignore[arg-type]
+    assert (changed.called, taken, caplog.text) == (False, [], "")
+    gpu.total += 2 * PAGE
+    seen = set[int]()
+    for second in range(60, 120):
+        gpu.total = gpu.budget if second > 90 else gpu.total
+        balance.look(wants(gpu, 2), float(second), gpu.resize_kv)  # type: ignore[arg-type]
+        seen.add(len(gpu.layers.streamed))
+        assert gpu.arbiter.budget_bytes == gpu.budget
+    assert seen == {STREAMED + 4, STREAMED + 3, STREAMED}
+    assert (changed.call_count, gpu.kv.blocks) == (2, 40)
+    assert "the KV pool stays" not in caplog.text
+    gpu.close()
+
+
+def test_a_pool_that_cannot_grow_takes_nothing_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu()
+    gpu.total = gpu.budget
+    balance, taken = KVBalance(gpu.arbiter), bounded(gpu, monkeypatch)
+    assert balance.look(wants(gpu, 60), 1.0, raced(gpu)) is not None  # type: ignore[arg-type]
+    gpu.total += 20 * PAGE
+    taken.clear()
+    with pytest.raises(DoesNotFitError, match="less is free"):
+        gpu.change(gpu.budget)
+    assert (taken, gpu.kv.blocks) == ([], 40)
+    gpu.total = gpu.budget
+    assert gpu.change(gpu.budget).blocks > 60
+    gpu.close()
+
+
+def test_layers_that_a_smaller_budget_keeps_away_are_not_waited_for() -> None:
+    gpu = Gpu()
+    balance, whole, first = KVBalance(gpu.arbiter), gpu.driver.whole(gpu.size), gpu.layers.streamed
+    assert balance.look(wants(gpu, 35 + whole // PAGE), 1.0, gpu.resize_kv) is not None  # type: ignore[arg-type]
+    asked = VramBudget(budget_bytes=gpu.budget - whole, kv_bytes=40 * PAGE)
+    before = gpu.arbiter.change(asked, LEAST_BLOCKS, gpu.resize_kv)
+    assert (len(gpu.layers.streamed), gpu.kv.blocks) == (STREAMED + 1, 40)
+    for second in range(2, 40):
+        assert balance.look(wants(gpu, 2), float(second), gpu.resize_kv) is None  # type: ignore[arg-type]
+    assert gpu.arbiter.granted() == before
+    assert gpu.change(gpu.budget).layers.streamed == first
+    gpu.close()
+
+
 def test_no_more_speed_of_one_sequence_is_given_up_than_a_share() -> None:
     gpu = Gpu()
     balance = KVBalance(gpu.arbiter)

@@ -11,7 +11,7 @@ from holdfast import hardware
 from holdfast.hardware import probe
 from holdfast.hardware.probe import usable_cores
 
-GIB = 1 << 30
+GIB, MIB = 1 << 30, 1 << 20
 
 
 def group(root: Path, name: str, **files: str) -> None:
@@ -53,6 +53,31 @@ def test_version_one_groups(tmp_path: Path) -> None:
     own_group(tmp_path, "5:cpu:/x\n4:memory:/box\n")
     group(tmp_path, "memory/box", memory__limit_in_bytes=str(GIB), memory__usage_in_bytes=str(GIB + 5))
     assert hardware.memory(tmp_path).available_bytes == 0
+
+
+def statistics(**mib: int) -> str:
+    return "".join(f"{name} {count * MIB}\n" for name, count in mib.items())
+
+
+@pytest.mark.parametrize(("inactive", "active", "left"), [(70, 0, 87), (40, 30, 83), (0, 70, 83), (69, 1, 86)])
+def test_files_that_were_read_twice_are_page_cache_too(tmp_path: Path, inactive: int, active: int, left: int) -> None:
+    """A checkpoint is, layers of which are read once more for the host's cores: its pages are called active then. In
+    use of these is what programs have mapped, 2 MiB beside shared memory, and what is not written yet, 2 MiB."""
+    held = {"anon": 3, "shmem": 38, "file_mapped": 40, "file_dirty": 1, "file_writeback": 1}
+    own_group(tmp_path, "0::/box\n")
+    sizes = {"memory__max": str(128 * MIB), "memory__current": str((3 + 38 + inactive + active) * MIB)}
+    group(tmp_path, "box", **sizes, memory__stat=statistics(**held, inactive_file=inactive, active_file=active))
+    assert hardware.memory(tmp_path).available_bytes == left * MIB
+
+
+def test_version_one_groups_count_the_page_cache_of_those_below(tmp_path: Path) -> None:
+    own_group(tmp_path, "4:memory:/pod/box\n")
+    below = {"cache": 8, "mapped_file": 3, "shmem": 1, "dirty": 0, "inactive_file": 2, "active_file": 6}
+    of_all = {f"total_{name}": count for name, count in below.items()}
+    sizes = {"memory__limit_in_bytes": str(16 * MIB), "memory__usage_in_bytes": str(10 * MIB)}
+    group(tmp_path, "memory/pod", **sizes, memory__stat=statistics(**dict.fromkeys(below, 0), **of_all))
+    group(tmp_path, "memory/pod/box", memory__limit_in_bytes=str((1 << 63) - 4096), memory__usage_in_bytes="0")
+    assert hardware.memory(tmp_path).available_bytes == (16 - 10 + 2 + 6 - 2) * MIB
 
 
 def test_processor() -> None:

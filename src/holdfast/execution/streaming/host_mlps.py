@@ -42,7 +42,7 @@ LOADERS, WHILE_LOADED = 4, 3
 unpacked to a byte a code."""
 
 STOPPED, NOT_READ = "the engine was stopped before they were copied", "compiled kernels do not read them"
-TAKEN = "other processes took the RAM for them meanwhile"
+SHORT = "RAM had no room for copies of them by then"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,14 +216,28 @@ class HostMlps:
         layers = hosted_layers(offer.order, in_a_row, room)
         self._streamed.host_bytes = len(layers) * offer.mlp_bytes
         kept |= self._loaded([layer for layer in layers if layer not in kept])
-        if not all(layer in kept for layer in layers):
-            return self._why_not
+        chosen, layers = layers, tuple(layer for layer in layers if layer in kept)
+        if len(layers) < len(chosen):
+            layers = self._within_ram(layers) if self._why_not == SHORT else ()
+            self._streamed.host_bytes = len(layers) * offer.mlp_bytes
+            if not layers:
+                return self._why_not
+        fewer = "" if layers == chosen else f", which had no room for {len(chosen)} of them"
+        # A step waits for the others' MLPs as before.
+        share = len(layers) / len(hosted_layers(offer.order, in_a_row, len(offer.order)))
+        gain = 1 / (1 - share + share / gains[1])
         reason = (
             f"the host computes the MLPs of {counted(len(layers), 'streamed layer')} in steps of up to"
-            f" {counted(few, 'token')} on {counted(offer.threads, 'thread')}, expected {gains[1]:.2f}x as fast:"
-            f" {said}; {format_bytes(len(layers) * offer.mlp_bytes)} of RAM"
+            f" {counted(few, 'token')} on {counted(offer.threads, 'thread')}, expected {gain:.2f}x as fast:"
+            f" {said}; {format_bytes(len(layers) * offer.mlp_bytes)} of RAM{fewer}"
         )
         return self._join([kept[layer] for layer in layers], layers, few, reason)
+
+    def _within_ram(self, copied: tuple[int, ...]) -> tuple[int, ...]:
+        """Without as many of them as there is RAM too little by now: several were begun on the same last bytes, and
+        others may have taken some."""
+        over = max(0, -self._offer.room_bytes())
+        return copied[: max(0, len(copied) - -(-over // self._offer.mlp_bytes))]
 
     def _join(self, mlps: Sequence[ExpertLayer], layers: Sequence[int], few: int, reason: str) -> Joined:
         offer, device = self._offer, self._device
@@ -238,12 +252,12 @@ class HostMlps:
 
     def _loaded(self, layers: Sequence[int]) -> dict[int, ExpertLayer]:
         """Without those that compiled products do not read, what is not begun when this is closed, and what RAM has no
-        room for by then: `_why_not` says which."""
+        room for by then, whoever took it: `_why_not` says which."""
         self._why_not = NOT_READ
 
         def load(layer: int) -> ExpertLayer | None:
             if self._offer.room_bytes() < WHILE_LOADED * self._offer.mlp_bytes:
-                self._why_not = TAKEN
+                self._why_not = SHORT
             if self._stopping.is_set():
                 self._why_not = STOPPED
             return None if self._why_not != NOT_READ else self._offer.load(layer)

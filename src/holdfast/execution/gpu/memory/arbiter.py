@@ -13,18 +13,19 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from holdfast.errors import DoesNotFitError, EngineError
 from holdfast.execution.gpu.memory.accounting import GpuMemory
 from holdfast.execution.gpu.memory.kv_range import KVRange
+from holdfast.execution.gpu.memory.movable import Movable, MovableExperts, MovableLayers
 from holdfast.execution.gpu.memory.virtual_memory import RangeError
 from holdfast.execution.streaming.pinned_memory import NOT_PINNED
 from holdfast.footprint.streamed import page_tables_bytes
 from holdfast.held_interrupts import interrupts_put_off
-from holdfast.records import ExpertsGrant, LayersGrant, LinkUse, VramBudget, VramGrant
+from holdfast.records import ExpertsGrant, LayersGrant, VramBudget, VramGrant
 from holdfast.units import counted, format_bytes
 
 log = logging.getLogger("holdfast")
@@ -36,62 +37,6 @@ WANTED_SHARE = 0.97
 leaves."""
 LEAST_GAIN = 1.02
 """In tokens a second of all, for which layers leave."""
-
-
-class Movable(Protocol):
-    """Weights that may come to stay on the GPU, and leave it."""
-
-    @property
-    def nbytes(self) -> int:
-        """On the GPU, of slots for those that come for a step, and of tables of places."""
-
-    @property
-    def resident_bytes(self) -> int:
-        """On the GPU, of those that stay."""
-
-    @property
-    def pinned_bytes(self) -> int:
-        """In RAM."""
-
-
-class MovableLayers(Movable, Protocol):
-    @property
-    def streamed(self) -> tuple[int, ...]: ...
-
-    @property
-    def moved_bytes(self) -> int:
-        """In every step."""
-
-    def bytes_with(self, layers: Sequence[int]) -> int:
-        """Of slots and of layers that stay, if these were streamed."""
-
-    def moved_with(self, layers: Sequence[int]) -> int:
-        """In every step, if these were streamed."""
-
-    def use(self) -> LinkUse: ...
-
-    def one_more(self, layers: Sequence[int]) -> tuple[int, ...] | None: ...
-
-    def one_less(self, layers: Sequence[int]) -> tuple[int, ...]: ...
-
-    def change(self, layers: Sequence[int]) -> None:
-        """These are streamed from now on; more of them where memory for one that was to stay is not there."""
-
-
-class MovableExperts(Movable, Protocol):
-    """So many of all layers stay, spread evenly."""
-
-    @property
-    def resident_counts(self) -> tuple[int, ...]: ...
-
-    @property
-    def most_resident(self) -> int: ...
-
-    def bytes_with(self, count: int) -> int:
-        """Of slots, tables and those that stay, if so many did."""
-
-    def fits_ram(self, count: int) -> bool:
-        """Whether RAM would hold the others."""
 
 
 class _Target(NamedTuple):
@@ -183,6 +128,10 @@ class VramArbiter:
             return self._blocks_beside(asked, target.budget, unaccounted, least_blocks, layers_bytes)
 
         def resize(pages: int) -> None:
+            more = self._kv.backed_bytes(pages) - self._kv.nbytes
+            # A range takes piece by piece until the driver refuses: neighbours would find nothing meanwhile.
+            if more > 0 and more > (free := self.memory.held().free_bytes):
+                raise _not_there(target.budget, target.own, free)
             try:
                 resize_kv(pages)
             except RangeError as error:
@@ -227,7 +176,8 @@ class VramArbiter:
         target = self._target(asked, least_blocks)
         return self._blocks_beside(asked, target.budget, target.unaccounted, least_blocks, target.movable_bytes)
 
-    def _target(self, asked: VramBudget, least_blocks: int) -> _Target:
+    def _target(self, asked: VramBudget, least_blocks: int, wanted_kv: int | None = None) -> _Target:
+        """`wanted_kv`: bytes of KV that layers leave for; None: as now."""
         reserved = self._reserved()
         # A driver that does not tell processes apart leaves our own count.
         own, free = self.memory.told_bytes() or reserved, self.memory.held().free_bytes
@@ -236,7 +186,8 @@ class VramArbiter:
         wanted = min(asked.budget_bytes, own + free) if asked.at_most_free else asked.budget_bytes
         least = max(others, self._planned_others) + self._kv.backed_bytes(least_blocks)
         # No layer leaves for more KV than the pool may have.
-        wanted_kv = self._wanted_kv if asked.kv_bytes is None else min(self._wanted_kv, asked.kv_bytes)
+        wanted_kv = self._wanted_kv if wanted_kv is None else wanted_kv
+        wanted_kv = wanted_kv if asked.kv_bytes is None else min(wanted_kv, asked.kv_bytes)
         kv_bytes = max(wanted_kv, self._kv.backed_bytes(least_blocks))
         streamed, staying = self._streamed_within(wanted - others, kv_bytes), self._staying(wanted - others, kv_bytes)
         movable_bytes = 0 if self._layers is None else self._layers.bytes_with(streamed)
@@ -409,35 +360,52 @@ class VramArbiter:
                 best, chosen = min(wanted, needed) / moved, wanted
         if chosen is None:
             return None
-        granted = self._balance(chosen, least_blocks, resize_kv, "left for")
+        granted = self._balance(chosen, self.budget_bytes, least_blocks, resize_kv, "left for")
         if granted is not None:
             self._base_streamed = self._base_streamed or before
         return granted
 
     def take_back(self, least_blocks: int, resize_kv: Callable[[int], None]) -> VramGrant | None:
-        """Layers that had left for KV come back; None: none had."""
-        if self._layers is None or self._wanted_kv <= self._base_kv:
+        """Layers that had left for KV come back, as many as there is memory for; None: none had, or there is memory for
+        none. That is looked up first: to try costs what is in all slots, and takes what neighbours find free."""
+        layers = self._layers
+        if layers is None or self._wanted_kv <= self._base_kv:
             return None
-        granted = self._balance(self._base_kv, least_blocks, resize_kv, "came back, with")
+        there = min(self.budget_bytes, self.kept_bytes + self.free_bytes())
+        try:
+            with_all, with_these = (
+                len(self._target(VramBudget(budget_bytes=budget), least_blocks, self._base_kv).streamed)
+                for budget in (self.budget_bytes, there)
+            )
+        except DoesNotFitError:  # Of what other shares may still take, a neighbour has some.
+            return None
+        granted, now = None, len(layers.streamed)
+        if with_these < now:
+            granted = self._balance(self._base_kv, there, least_blocks, resize_kv, "came back, with")
+        elif with_all >= now:  # The budget became such that no more of them would stay.
+            self._wanted_kv = self._base_kv
         if self._wanted_kv <= self._base_kv:
             self._base_streamed = ()
         return granted
 
     def _balance(
-        self, kv_bytes: int, least_blocks: int, resize_kv: Callable[[int], None], said: str
+        self, kv_bytes: int, there_bytes: int, least_blocks: int, resize_kv: Callable[[int], None], said: str
     ) -> VramGrant | None:
+        """`there_bytes`: of the budget, what is kept to. The budget stays as it is."""
         assert self._layers is not None
-        before, wanted, asked = self.granted(), self._wanted_kv, VramBudget(budget_bytes=self.budget_bytes)
+        before, wanted, budget = self.granted(), self._wanted_kv, self.budget_bytes
         self._wanted_kv = kv_bytes
         try:
-            expected = self._target(asked, least_blocks).streamed
-            granted = self.change(asked, least_blocks, resize_kv)
+            expected = self._target(VramBudget(budget_bytes=budget), least_blocks).streamed
+            self.change(VramBudget(budget_bytes=there_bytes), least_blocks, resize_kv)
         except DoesNotFitError as error:  # A neighbour, or what else takes RAM: it goes on as it is.
             self._wanted_kv = wanted
             log.warning("the KV pool stays at %s: %s", format_bytes(self._kv.nbytes), error.message)
             return None
+        self.budget_bytes = max(budget, self.budget_bytes)  # Neighbours may leave it again.
         if len(self._layers.streamed) > len(expected):  # A neighbour took what was theirs: they come back later.
             self._wanted_kv = wanted
+        granted = self.granted()
         _say_price(before, granted, said, self._layers.use().possible_bytes_per_s)
         return granted
 
