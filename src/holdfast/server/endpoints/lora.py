@@ -32,7 +32,8 @@ log = logging.getLogger("holdfast.server")
 MAX_BODY_BYTES = 64 << 10
 """A name and a path."""
 EXAMINE_LIMIT_S = 60.0
-"""For an adapter's two headers, which take milliseconds: what takes longer hangs."""
+"""For an adapter's two headers, which take milliseconds, or where several nodes compare its files for all of them: what
+takes longer hangs."""
 
 
 class LoadBody(msgspec.Struct, kw_only=True):
