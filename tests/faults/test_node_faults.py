@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 from deadlines import PATIENCE_S
@@ -95,12 +96,14 @@ async def test_streams_outlive_ranks_of_nodes(
 
 @pytest.mark.long
 async def test_streams_with_adapters_outlive_a_node(
-    start_server, tiny_arguments, tiny_model: Path, tmp_path: Path
+    start_server, tiny_arguments, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine that is started again has them on both nodes, with the same tokens."""
+    """The engine that is started again has them on both nodes, with the same tokens. One that lies in the folder that a
+    process is in, and only in the head's, is refused beside them."""
+    monkeypatch.chdir(tmp_path)
     for seed, name in enumerate(("sql", "law")):
         write_adapter(tmp_path / name, tiny_model, seed=seed)
-    modules = ["--lora-modules", *(f"{name}={tmp_path / name}" for name in ("sql", "law"))]
+    modules = ["--lora-modules", *(f"{name}={tmp_path / name}" for name in ("sql", "law")), "lacks=/proc/self/cwd/law"]
     arguments = [*tiny_arguments, "--enable-lora", "--max-loras", "2", *modules]
     models = ("tiny", "sql", "law")
     cluster = Cluster(tmp_path, start_server, arguments, (1, 2))
@@ -109,6 +112,10 @@ async def test_streams_with_adapters_outlive_a_node(
         plain = await all_streams(cluster.head.url)
         alike = [place % 3 for place, said in enumerate(undisturbed) if said == plain[place]]
         assert set(alike) == {0}, "an adapter changes what is said"
+        assert "LoRA adapter lacks cannot be used: rank 1 (node 1): the folder of lacks" in cluster.head.log
+        asked = {"lora_name": "here", "lora_path": "/proc/self/cwd/sql"}
+        refused = httpx.post(f"{cluster.head.url}/v1/load_lora_adapter", json=asked, timeout=PATIENCE_S)
+        assert (refused.status_code, refused.json()["error"]["holdfast"]["code"]) == (400, "HF379")
         for name in ("node", "first"):
             answers, _ = await cluster.disturbed(name, models)
             assert answers == undisturbed, name

@@ -94,9 +94,17 @@ class Adapters:
     def listed(self) -> list[Loaded]:
         return list(self._by_name.values())
 
+    @property
+    def classifies(self) -> bool:
+        """The model answers with no token."""
+        return self._spec.classifier is not None
+
     def named(self, name: str) -> AdapterRef | None:
-        found = self._by_name.get(name)
+        found = self.known(name)
         return None if found is None else found.ref
+
+    def known(self, name: str) -> Loaded | None:
+        return self._by_name.get(name)
 
     def allow(self, folder: str) -> None:
         """A folder named when the server was started: it may be loaded from again."""
@@ -135,6 +143,13 @@ class Adapters:
         ref = msgspec.structs.replace(examined.ref, number=self._last_number)
         self._by_name[ref.name] = dataclasses.replace(examined, ref=ref)
         return ref
+
+    def put_back(self, name: str, before: Loaded | None) -> None:
+        """What this name stood for before `add`, which is taken back."""
+        if before is None:
+            self.unload(name)
+        else:
+            self._by_name[name] = before
 
     def unload(self, name: str) -> AdapterRef:
         """Requests that run with it go on."""
