@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 from deadlines import PATIENCE_S
 from free_ports import free_port
+from lora_adapters import write_adapter
 from node_processes import SECRET, Node, node_flags
 from story_streams import STREAMS, all_streams
 
@@ -51,10 +53,10 @@ class Cluster:
             self.other.lose()
             self.other = Node(self._folder, 1, *self._arguments)
 
-    async def disturbed(self, name: str) -> tuple[list[str], list[psutil.Process]]:
+    async def disturbed(self, name: str, models: Sequence[str] = ("tiny",)) -> tuple[list[str], list[psutil.Process]]:
         """What streams say while this happens in the middle of them, and which processes there were."""
         begun = asyncio.Semaphore(0)
-        answers = asyncio.create_task(all_streams(self.head.url, begun))
+        answers = asyncio.create_task(all_streams(self.head.url, begun, models))
         for _ in range(STREAMS // 4):
             await begun.acquire()
         before = self.processes()
@@ -88,6 +90,38 @@ async def test_streams_outlive_ranks_of_nodes(
         assert cluster.head.stop() == 0
         assert cluster.other.wait() == 0, cluster.other.log
         assert not [one for one in last if one.is_running()]
+    finally:
+        cluster.other.lose()
+
+
+@pytest.mark.long
+async def test_streams_with_adapters_outlive_a_node(
+    start_server, tiny_arguments, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine that is started again has them on both nodes, with the same tokens. One that lies in the folder that a
+    process is in, and only in the head's, is refused beside them."""
+    monkeypatch.chdir(tmp_path)
+    for seed, name in enumerate(("sql", "law")):
+        write_adapter(tmp_path / name, tiny_model, seed=seed)
+    modules = ["--lora-modules", *(f"{name}={tmp_path / name}" for name in ("sql", "law")), "lacks=/proc/self/cwd/law"]
+    arguments = [*tiny_arguments, "--enable-lora", "--max-loras", "2", *modules]
+    models = ("tiny", "sql", "law")
+    cluster = Cluster(tmp_path, start_server, arguments, (1, 2))
+    try:
+        undisturbed = await all_streams(cluster.head.url, models=models)
+        plain = await all_streams(cluster.head.url)
+        alike = [place % 3 for place, said in enumerate(undisturbed) if said == plain[place]]
+        assert set(alike) == {0}, "an adapter changes what is said"
+        assert "LoRA adapter lacks cannot be used: rank 1 (node 1): the folder of lacks" in cluster.head.log
+        asked = {"lora_name": "here", "lora_path": "/proc/self/cwd/sql"}
+        refused = httpx.post(f"{cluster.head.url}/v1/load_lora_adapter", json=asked, timeout=PATIENCE_S)
+        assert (refused.status_code, refused.json()["error"]["holdfast"]["code"]) == (400, "HF379")
+        for name in ("node", "first"):
+            answers, _ = await cluster.disturbed(name, models)
+            assert answers == undisturbed, name
+            assert SAID[name] in cluster.head.log, cluster.head.log[-3000:]
+        assert cluster.head.stop() == 0
+        assert cluster.other.wait() == 0, cluster.other.log
     finally:
         cluster.other.lose()
 

@@ -15,6 +15,7 @@ import fake_gpu_nodes
 import fake_rank_gpus
 import pytest
 import torch
+from adapted_answers import require_adapted
 from deadlines import PATIENCE_S
 from ended_processes import still_running
 from free_ports import free_port
@@ -65,7 +66,7 @@ def two_nodes(folder: Path, sizes: tuple[int, int]) -> Iterator[tuple[Tiny, Star
             model=str(tiny.folder), device="cuda", dtype="float32", max_model_len=96, max_num_seqs=4,
             max_num_batched_tokens=16, kv_cache_memory_bytes=1 << 20, skip_tokenizer_init=True,
             tensor_parallel_size=sizes[0], pipeline_parallel_size=sizes[1], nnodes=2, master_addr="127.0.0.1",
-            master_port=port, node_secret=SECRET, node_timeout=PATIENCE_S,
+            master_port=port, node_secret=SECRET, node_timeout=PATIENCE_S, enable_lora=True, max_lora_rank=8,
         )  # fmt: skip
         model = find_model(config, progress=False, text=False)
         plan = make_gpu_plan(model.spec, match(model.spec, open_checkpoint(model.files)), config, [gpu], name="tiny")
@@ -108,6 +109,7 @@ def test_stages_on_two_nodes_say_what_one_rank_says(sizes: tuple[int, int], tmp_
         found = run(core, prompts, [GREEDY, GREEDY])
         for one, outputs in zip(prompts, found, strict=True):
             tiny.assert_greedy(one, tokens_of(outputs))
+        require_adapted(tiny, core, tmp_path, nnodes=2, tensor_parallel_size=sizes[0], pipeline_parallel_size=sizes[1])
         core.runner.close()
         assert other.wait() == 0
         assert not other.ranks()

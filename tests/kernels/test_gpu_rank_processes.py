@@ -18,8 +18,7 @@ import fake_rank_gpus
 import psutil
 import pytest
 import torch
-import transformers
-from lora_adapters import merge, write_adapter
+from adapted_answers import require_adapted
 from quantized_files import Format, fp8, write_quantized
 from tiny_gpu import Tiny, prompt, run, tokens_of
 
@@ -31,14 +30,13 @@ from holdfast.engine.process.fault_injection import RANK_NO_MEMORY
 from holdfast.engine.ranks.following import AskedPlaces
 from holdfast.engine.ranks.gpu.follower import NO_MEMORY, GpuFollower
 from holdfast.engine.ranks.gpu.runner import RankedGpuRunner
-from holdfast.engine.requests.adapters import Adapters
 from holdfast.engine.startup.build import _build_on_gpu, find_model
 from holdfast.engine.startup.engine_info import EngineInfo
 from holdfast.errors import EngineDiedError, EngineError
 from holdfast.execution.parallel.gpu.link import GpuRankLink
 from holdfast.hardware.nvidia import NvidiaGpu
 from holdfast.planner.serve.gpu_plan import make_gpu_plan
-from holdfast.records import Request, SamplingParams
+from holdfast.records import SamplingParams
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="its ranks have no GPU")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
@@ -153,26 +151,6 @@ def test_rounded_weights_and_pages_in_fp8(staged: bool, more: dict[str, str], tm
         again = [tokens_of(outputs) for outputs in run(core, prompts[:1], [GREEDY])]
     assert [len(tokens) for tokens in found] == [4, 4]
     assert again == found[:1]
-
-
-def require_adapted(tiny: Tiny, core: EngineCore, folder: Path) -> None:
-    """By an adapter that each process has read its part of: a prompt with it and without it."""
-    known = Adapters(tiny.spec, "tiny", EngineConfig(enable_lora=True, max_lora_rank=8))
-    write_adapter(folder / "one", tiny.folder, seed=1, rank=7)
-    adapter = known.load("one", str(folder / "one"), anywhere=True)
-    merged = transformers.LlamaForCausalLM.from_pretrained(merge(folder / "merged", tiny.folder, folder / "one"))
-    said: dict[str, list[int]] = {"plain": [], "adapted": []}
-    for name, asked in (("plain", None), ("adapted", adapter)):
-        core.add(Request(request_id=name, prompt_token_ids=prompt(1, 9), params=GREEDY, adapter=asked))
-    while core.has_work:
-        for output in core.step():
-            assert output.failure is None, output.failure
-            said[output.request_id] += output.token_ids
-    assert said["plain"] != said["adapted"]
-    tiny.assert_greedy(prompt(1, 9), said["plain"])
-    with torch.inference_mode():
-        logits = merged.float().eval()(torch.tensor([prompt(1, 9) + said["adapted"]])).logits[0]
-    assert said["adapted"] == logits[8:-1].argmax(-1).tolist()
 
 
 def require_named(core: EngineCore) -> None:

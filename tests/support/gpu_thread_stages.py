@@ -30,6 +30,7 @@ from holdfast.execution.parallel.gpu.stage import GpuStage, rank_before, rank_be
 from holdfast.execution.parallel.gpu.staged_runner import StagedGpuRunner
 from holdfast.execution.parallel.segment import Segment, SegmentLayout
 from holdfast.execution.parallel.shared_memory import SharedMemoryCollectives
+from holdfast.execution.parallel.sockets.spread import Spread
 from holdfast.execution.weights.load import load_weights
 from holdfast.footprint.cpu import kv_layout
 from holdfast.models.stages import LayerStage, rank_spec
@@ -150,6 +151,7 @@ class GpuThreadStages:
         for thread in self._threads:
             thread.start()
         self.size, self.told = len(self.runners), list[tuple[list[int], list[int]]]()
+        self.spread = Spread(self.size, count)
         sums_there = object() if each > 1 else None
         self.link = SimpleNamespace(stage=self.runners[0].stage, collectives=sums_there)
         first: Any = _InTurn(self.runners[0], self._turn)

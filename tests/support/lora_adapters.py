@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from holdfast.checkpoints import locate, spec_of
+
 LAYER_MODULES = (
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
     "mlp.down_proj",
@@ -75,4 +77,7 @@ def _weights(model: Path) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for path in sorted(model.glob("*.safetensors")):
         found |= load_file(path)
+    if not found:  # A model of a config alone, whose weights are made up: what counts here is their shapes.
+        spec = spec_of(locate(str(model)))
+        found = {tensor.hf_name: torch.empty(tensor.shape, device="meta") for tensor in spec.tensors}
     return found

@@ -34,9 +34,10 @@ class Node:
         program: tuple[str, ...] = ("-m", "holdfast"),
     ) -> None:
         self.rank, self.host = rank, f"127.0.0.{rank + 1}"
-        home = folder / f"node-{rank}-{time.monotonic_ns()}"
-        home.mkdir()
-        self._log_path = home / "log"
+        self.home = folder / f"node-{rank}-{time.monotonic_ns()}"
+        """Its working directory, and that of its ranks."""
+        self.home.mkdir()
+        self._log_path = self.home / "log"
         environment = dict(os.environ)
         if secret is not None:
             environment["HOLDFAST_NODE_SECRET"] = secret
@@ -46,7 +47,7 @@ class Node:
                 [*command, "--node-rank", str(rank), "--node-addr", self.host],
                 stdout=log,
                 stderr=log,
-                cwd=home,
+                cwd=self.home,
                 env=environment,
                 start_new_session=True,
             )

@@ -26,8 +26,10 @@ def make(model, ranks: int, **settings) -> LLM:
     return LLM(**given | settings)
 
 
-def tokens(llm: LLM, prompts=PROMPTS, params: SamplingParams = GREEDY) -> list[list[int]]:
-    return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params, use_tqdm=False)]
+def tokens(llm: LLM, prompts=PROMPTS, params: SamplingParams = GREEDY, lora=None) -> list[list[int]]:
+    """`lora`: a LoRARequest for all, or one or None for each."""
+    outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=lora)
+    return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 CROWD = [f"{number} times " + "one two " * 90 for number in range(4)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import openai
@@ -27,10 +28,10 @@ def told_by_one(tiny_model: Path) -> list[str]:
     return [output.outputs[0].text for output in outputs]
 
 
-async def stream(client: openai.AsyncOpenAI, place: int, begun: asyncio.Semaphore) -> str:
+async def stream(client: openai.AsyncOpenAI, place: int, begun: asyncio.Semaphore, model: str = "tiny") -> str:
     text, first = "", True
     answer = await client.completions.create(
-        model="tiny",
+        model=model,
         prompt=prompt_of(place),
         max_tokens=TOKENS,
         temperature=0.0,
@@ -45,7 +46,9 @@ async def stream(client: openai.AsyncOpenAI, place: int, begun: asyncio.Semaphor
     return text
 
 
-async def all_streams(url: str, begun: asyncio.Semaphore | None = None) -> list[str]:
+async def all_streams(url: str, begun: asyncio.Semaphore | None = None, models: Sequence[str] = ("tiny",)) -> list[str]:
+    """`models`: which of them is asked, by turns."""
     begun = begun or asyncio.Semaphore(0)
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
-        return list(await asyncio.gather(*(stream(client, place, begun) for place in range(STREAMS))))
+        asked = [stream(client, place, begun, models[place % len(models)]) for place in range(STREAMS)]
+        return list(await asyncio.gather(*asked))

@@ -23,6 +23,7 @@ from holdfast.execution.lora.slots import LoraLimits
 from holdfast.execution.parallel.rank_link import RankLink
 from holdfast.execution.parallel.segment import Segment, SegmentLayout
 from holdfast.execution.parallel.share import RankShare
+from holdfast.execution.parallel.sockets.spread import Spread
 from holdfast.execution.runner import Runner, RunnerLimits
 from holdfast.execution.weights.load import load_weights
 from holdfast.footprint.cpu import bytes_by_name, head_rows
@@ -85,6 +86,7 @@ class ThreadRanks:
         )
         first, self._segments = Segment(shared), list[Segment]()
         self._failed, self.failures = threading.Event(), list[BaseException]()
+        self.spread = Spread(size * stages, stages)
         self.size, self._settled = size * stages, queue.SimpleQueue[tuple[int, AdapterSettled]]()
         self.runners, self._queues, self._threads = list[Runner](), list[queue.SimpleQueue[Any]](), []
         for rank in range(size * stages):

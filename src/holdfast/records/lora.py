@@ -35,6 +35,11 @@ class AdapterRef(msgspec.Struct, frozen=True, array_like=True):
     path: str
     stamp: str
     """Of its files when they were looked at: other files under the same name are another adapter."""
+    shared_path: str = ""
+    """Of an engine on several nodes: where each of the others looks for it."""
+    digest: str = ""
+    """Of its files' bytes: by the stamp of one machine no other can tell that its files are the same. Empty: there is
+    no other."""
 
     @property
     def salt(self) -> str:

@@ -92,7 +92,7 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
     store = ResponseStore()
     vectors = PromptVectors(engine, settings, metrics, room, workers, pool)
     tokenizing = Tokenizing(engine, settings, workers, pool)
-    lora = None if settings.adapters is None else LoraEndpoints(settings.adapters, settings)
+    lora = None if settings.adapters is None else LoraEndpoints(settings.adapters, settings, engine)
     plain = _Plain(engine, settings, metrics, lora)
     routes = [
         *_generating(store, engine, settings, metrics, room, workers, pool),
@@ -150,6 +150,7 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
     app.state.metrics = metrics
     app.state.tally = tally
     app.state.ui = keeper
+    app.state.lora = lora
     app.state.response_store = store
     app.state.template_workers = workers
     app.state.tokenize_pool = pool

@@ -14,11 +14,13 @@ from multiprocessing.connection import Connection
 import psutil
 import pytest
 from deadlines import PATIENCE_S
+from lora_adapters import write_adapter
 from rank_engines import make, tokens
 from ray_clusters import SOURCES, RayCluster, needs_ray, ray_cluster
 
+from holdfast import LoRARequest
 from holdfast.engine.ranks.ray_cluster.messages import Connected, Placed, Reserve, decode_from_driver, encode
-from holdfast.errors import ConfigurationError, ModelNotFoundError
+from holdfast.errors import AdapterError, ConfigurationError, ModelNotFoundError
 
 pytestmark = needs_ray
 
@@ -74,6 +76,25 @@ def test_what_a_node_lacks_is_said_by_the_head(cluster: RayCluster, tiny_model, 
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelNotFoundError, match=r"node 1 \(.*\): no model at '/proc/self/cwd/only-here'"):
         on_ray("/proc/self/cwd/only-here", 2, 1)
+    assert cluster.reserved() == []
+
+
+@pytest.mark.long
+def test_adapters_are_read_on_each_node(cluster: RayCluster, tiny_model, tmp_path, monkeypatch) -> None:
+    """And one that only the head has is refused; its path goes by the folder that a process is in."""
+    write_adapter(tmp_path / "sql", tiny_model, seed=1)
+    everywhere = LoRARequest("sql", 1, str(tmp_path / "sql"))
+    with make(tiny_model, 1, enable_lora=True) as llm:
+        plain, expected = tokens(llm), tokens(llm, lora=everywhere)
+    assert plain != expected
+    monkeypatch.setenv("PYTHONPATH", str(SOURCES))
+    monkeypatch.chdir(tmp_path)
+    with on_ray(tiny_model, 1, 2, enable_lora=True) as llm:
+        assert tokens(llm, lora=everywhere) == expected
+        with pytest.raises(AdapterError, match=r"rank 1 \(node 1\): the folder of here") as refused:
+            tokens(llm, lora=LoRARequest("here", 2, "/proc/self/cwd/sql"))
+        assert refused.value.code == "HF379"
+        assert tokens(llm) == plain
     assert cluster.reserved() == []
 
 

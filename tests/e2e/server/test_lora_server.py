@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from collections.abc import Callable
@@ -16,6 +17,13 @@ import torch
 import transformers
 from deadlines import PATIENCE_S
 from lora_adapters import write_adapter
+
+from holdfast.config import EngineConfig
+from holdfast.engine.fake.engine import FakeEngine
+from holdfast.engine.requests.adapters import Adapters
+from holdfast.engine.startup.build import find_model
+from holdfast.errors import AdapterError
+from holdfast.records import AdapterRef
 
 PROMPT = "Once upon a time there was a language model that had several"
 ATTEMPTS = 9
@@ -167,3 +175,52 @@ def test_no_way_out_of_the_allowed_folders(server: Any, folder: Path) -> None:
     assert post(server, "/v1/load_lora_adapter", lora_name="a").status_code == 400
     assert load(server, "a", "x" * 70_000).status_code == 413
     assert list(cards(server)) == ["tiny", "sql"]
+
+
+class OtherNode(FakeEngine):
+    """An engine on two nodes, one of which has not got what is called lacks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = list[AdapterRef]()
+
+    async def generate(self, *given: Any, adapter: AdapterRef | None = None, **named: Any) -> Any:
+        stream = await super().generate(*given, adapter=adapter, **named)
+        if adapter is not None:
+            self.asked.append(adapter)
+            if adapter.shared_path.endswith("lacks"):
+                await stream.aclose()
+                raise AdapterError("rank 1 (node 1): there is no such folder", code="HF379", field="model")
+        return stream
+
+
+def test_a_load_over_several_nodes_is_over_when_all_have_it(
+    launch: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the ranks say by a request of one token; where one has not got it, what there was before is served on."""
+    shutil.copytree(folder / "sql", folder / "lacks")
+    config = EngineConfig(
+        model=str(folder / "model"), device="cpu", enable_lora=True, nnodes=2, pipeline_parallel_size=2
+    )
+    engine, adapters = OtherNode(), Adapters(find_model(config).spec, "fake", config, None)
+    server = launch(engine, adapters=adapters)
+    with server.client() as http:
+
+        def load(name: str, path: str, **more: Any) -> httpx.Response:
+            asked = {"lora_name": name, "lora_path": str(folder / path), **more}
+            return http.post("/v1/load_lora_adapter", json=asked)
+
+        assert load("law", "sql").status_code == 200
+        law = adapters.known("law")
+        assert law is not None
+        assert engine.asked == [law.ref]
+        for more in ({"name": "new"}, {"name": "law", "load_inplace": True}):
+            refused = load(**more, path="lacks")
+            assert refused.status_code == 400
+            error = refused.json()["error"]
+            assert (error["holdfast"]["code"], error["param"]) == ("HF379", "lora_path")
+            assert "rank 1 (node 1)" in error["message"]
+        assert adapters.listed == [law]
+        asyncio.run_coroutine_threadsafe(engine.sleep(), server.loop).result(PATIENCE_S)
+        assert load("new", "lacks").status_code == 200, "of which nobody can be asked now"
+        assert [one.ref.name for one in adapters.listed] == ["law", "new"]

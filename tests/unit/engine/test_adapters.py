@@ -16,6 +16,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from holdfast.checkpoints.lora.adapter import stamp
+from holdfast.checkpoints.lora.same_files import digest, find_same
 from holdfast.cli.commands import serve
 from holdfast.config import EngineConfig, ServerConfig
 from holdfast.engine.requests.adapters import Adapters, load_modules, read_module, trained_on_another
@@ -104,6 +105,82 @@ def test_prefixes_belong_to_the_files_whatever_was_loaded_before_them(
     weights = folder / "adapter_model.safetensors"
     os.utime(weights, ns=(1, 1))
     assert restarted.load("mine", str(folder), in_place=True).salt != ref.salt
+
+
+@pytest.fixture
+def of_nodes(spec: ModelSpec, tmp_path: Path) -> Adapters:
+    """Of the head of two nodes."""
+    sizes = {"nnodes": 2, "pipeline_parallel_size": 2, "device": "cpu"}
+    return Adapters(spec, "llama-tiny", EngineConfig(enable_lora=True, max_lora_rank=8, **sizes), None)
+
+
+def test_other_nodes_know_one_by_its_bytes(adapters: Adapters, of_nodes: Adapters, save: Save) -> None:
+    """By each of them, wherever they lie and whenever they were written. One machine alone reads none of them."""
+    folder = save()
+    alone, ref = adapters.load("mine", str(folder)), of_nodes.load("mine", str(folder))
+    assert (alone.digest, alone.shared_path) == ("", "")
+    assert (ref.stamp, ref.salt) == (alone.stamp, alone.salt)
+    copy = Path(shutil.copytree(folder, folder.parent / "copy"))
+    os.utime(copy / "adapter_model.safetensors", ns=(1, 1))
+    assert find_same(str(copy), ref.digest, "mine") == (copy, stamp(copy))
+    digests = [ref.digest]
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        raw = (copy / file).read_bytes()
+        (copy / file).write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+        with pytest.raises(AdapterError, match=rf"{file} of mine is another one than on the head") as refused:
+            find_same(str(copy), ref.digest, "mine")
+        assert refused.value.found == f"as many bytes ({len(raw):,}), and not the same"
+        (copy / file).write_bytes(raw + b" ")
+        with pytest.raises(AdapterError, match="another one than") as refused:
+            find_same(str(copy), ref.digest, "mine")
+        assert refused.value.found == f"{len(raw) + 1:,} bytes, and {len(raw):,} on the head"
+        assert (refused.value.code, str(copy) in str(refused.value)) == ("HF379", False)
+        digests.append(digest(copy, "mine", stamp(copy)))
+        (copy / file).write_bytes(raw)
+    assert len({*digests}) == 3
+
+
+def test_what_another_node_cannot_read_is_said(of_nodes: Adapters, save: Save, tmp_path: Path) -> None:
+    ref = of_nodes.load("mine", str(save()))
+
+    def said(path: Path) -> tuple[str, str | None]:
+        with pytest.raises(AdapterError) as refused:
+            find_same(str(path), ref.digest, "mine")
+        assert refused.value.code == "HF379"
+        assert str(tmp_path) not in str(refused.value)
+        assert "copy the adapter's folder from the head" in str(refused.value.fix)
+        return refused.value.message, refused.value.found
+
+    none = "No such file or directory"
+    assert said(tmp_path / "nothing") == ("the folder of mine that the head named cannot be opened", none)
+    half = save("half")
+    (half / "adapter_model.safetensors").unlink()
+    assert said(half) == ("adapter_model.safetensors of mine cannot be read", none)
+    os.mkfifo(half / "adapter_model.safetensors")
+    assert said(half) == ("adapter_model.safetensors of mine cannot be read", "not a file")  # It is not waited for.
+
+
+def test_files_that_change_while_all_of_them_are_read_are_not_known(save: Save) -> None:
+    folder = save()
+    before = stamp(folder)
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(AdapterError, match="have changed") as refused:
+        digest(folder, "mine", before)
+    assert refused.value.code == "HF376"
+
+
+def test_other_nodes_look_by_the_path_that_was_given(of_nodes: Adapters, save: Save, tmp_path: Path) -> None:
+    """A link may lead elsewhere there, but a way up through one would be another than here."""
+    folder = save()
+    (tmp_path / "link").symlink_to(folder.parent)
+    for given, told in (
+        (folder, folder),
+        (tmp_path / "link" / "good", tmp_path / "link" / "good"),
+        (tmp_path / "link" / ".." / "allowed" / "good", folder),
+        (Path(os.path.relpath(folder)), folder),
+    ):
+        ref = of_nodes.load("mine", str(given), in_place=True)
+        assert (ref.shared_path, ref.path) == (str(told), str(folder))
 
 
 def test_only_folders_allowed_at_start(adapters: Adapters, save: Save, tmp_path: Path) -> None:

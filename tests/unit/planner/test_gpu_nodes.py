@@ -17,10 +17,12 @@ from holdfast.engine.startup.select_device import settle_device
 from holdfast.errors import ConfigurationError, DoesNotFitError
 from holdfast.execution.parallel.sockets.spread import Spread
 from holdfast.footprint.gpu import line_memory_bytes, node_lines_bytes
+from holdfast.footprint.lora import held_bytes
 from holdfast.hardware import Memory
 from holdfast.hardware.nvidia import NvidiaGpu, NvidiaMachine
 from holdfast.hardware.torch_build import TorchBuild
 from holdfast.models import from_config
+from holdfast.models.stages import rank_spec
 from holdfast.planner.serve.gpu_plan import make_gpu_plan
 from holdfast.planner.serve.gpu_ranks import gpus_of_nodes
 from holdfast.planner.serve.host_memory import with_host_memory
@@ -78,6 +80,18 @@ def test_two_nodes_may_have_the_same_gpu_and_divide_it() -> None:
     found, alone = planned([one] * 4, of_ranks=True), planned()
     assert found.device.free_bytes == 23 * GIB // 4
     assert alone.device.free_bytes == 23 * GIB
+
+
+def test_copies_of_adapters_are_counted_by_the_node_with_most() -> None:
+    config = replace(settings((1, 6)), nnodes=3, enable_lora=True, max_lora_rank=32)
+    plan = planned(config=config)
+    own = [rank_spec(SPEC, *plan.engine.part_of(rank)) for rank in range(6)]
+    each = [held_bytes(one, dtype="bfloat16", places=1, max_rank=32) for one in own]
+    assert sum(each[2:4]) > sum(each[:2]), "whose ranks have no layers less for an embedding"
+    ram = Memory(total_bytes=64 * GIB, available_bytes=60 * GIB, limited_by="machine")
+    [said] = [one for one in with_host_memory(plan, config, ram, 0).decisions if one.field == "max_cpu_loras"]
+    assert said.value == format_bytes(config.lora_copies * sum(each[2:4]))
+    assert "of the node with most" in said.reason
 
 
 def test_gpus_of_another_node_that_are_not_alike_are_refused() -> None:

@@ -12,8 +12,10 @@ from holdfast.cli.fatal import say_fatal
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigurationError, DoesNotFitError
 from holdfast.footprint.cpu import FRAMEWORK_BYTES
+from holdfast.footprint.lora import held_bytes
 from holdfast.hardware import Memory, Processor
 from holdfast.models import from_config
+from holdfast.models.stages import rank_spec
 from holdfast.planner import Plan, make_cpu_plan
 from holdfast.planner.report.text import lines
 from holdfast.planner.serve.refusals import changed as changed_settings
@@ -25,6 +27,7 @@ from holdfast.planner.serve.shares.nodes import (
     node_loading,
     node_terms,
     page_bytes,
+    ranks_of,
     with_node_remedies,
 )
 from holdfast.units import GIB, format_bytes
@@ -61,6 +64,15 @@ def test_what_nodes_take_is_what_all_ranks_take(sizes: dict[str, int]) -> None:
     for name, size in plan.terms.items():
         if name != "kv_pool":
             assert sum(part[name] for part in parts) >= size - 2
+
+
+def test_places_of_adapters_are_counted_on_each_node() -> None:
+    """And copies behind them, by what each rank has of every matrix."""
+    plan = planned(settings(tensor_parallel_size=2, enable_lora=True, max_loras=3, max_lora_rank=32, max_cpu_loras=5))
+    for node in (0, 1):
+        own = [rank_spec(SPEC, *plan.engine.part_of(rank)) for rank in ranks_of(plan, node, 2)]
+        held = sum(held_bytes(one, dtype="float32", places=3, max_rank=32, copies=3) for one in own)
+        assert node_terms(plan, node, 2)["adapters"] == held > 0
 
 
 @pytest.mark.parametrize(

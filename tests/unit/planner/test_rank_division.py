@@ -120,15 +120,6 @@ def test_what_ranks_cannot_do_is_refused_by_name(settings: dict[str, Any], field
     refuse_with_ranks(replace(config, tensor_parallel_size=1), spec_of(), None, compiled_kernels=True)
 
 
-def test_adapters_are_refused_by_name_on_several_machines() -> None:
-    """They are known by inodes and times of one."""
-    config = EngineConfig(model="m", tensor_parallel_size=2, device="cpu", enable_lora=True, nnodes=2)
-    with pytest.raises(ConfigurationError, match="files of one machine") as refused:
-        refuse_with_ranks(config, spec_of(), None, compiled_kernels=True)
-    assert (refused.value.code, refused.value.field) == (NOT_WITH_RANKS, "enable_lora")
-    refuse_with_ranks(replace(config, nnodes=1), spec_of(), None, compiled_kernels=True)
-
-
 def test_models_and_machines_that_ranks_lack_are_refused() -> None:
     config = EngineConfig(model="m", tensor_parallel_size=2, device="cpu")
     with pytest.raises(ConfigurationError, match="compiled code, which this installation has not got"):

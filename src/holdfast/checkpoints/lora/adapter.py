@@ -135,6 +135,11 @@ def stamp(folder: Path) -> str:
             fix="unload it, or restore them",
             field="lora_path",
         ) from None
+    return stamp_of(states)
+
+
+def stamp_of(states: Sequence[os.stat_result]) -> str:
+    """Of both files, in that order."""
     # Not the time of writing alone: copies may keep that (cp -p, rsync -t), and nobody sets the time of change.
     return "-".join(
         f"{state.st_ino:x}.{state.st_size:x}.{state.st_mtime_ns:x}.{state.st_ctime_ns:x}" for state in states

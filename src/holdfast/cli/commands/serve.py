@@ -32,6 +32,8 @@ from holdfast.observability.nonblocking_output import unblock_output
 if TYPE_CHECKING:
     import ssl
 
+    from starlette.applications import Starlette
+
     from holdfast.engine.interface import Engine
     from holdfast.engine.requests.adapters import Adapters
     from holdfast.engine.startup.build import FoundModel
@@ -311,7 +313,7 @@ def _run(
             write_timeout_s=server_config.write_timeout,
             max_connections=server_config.max_connections,
             tls=tls,
-            on_ready=lambda: _log_ready(engine, settings, _reach(listener, server_config, tls=tls is not None)),
+            on_ready=lambda: _now_ready(app, engine, settings, _reach(listener, server_config, tls=tls is not None)),
             on_fatal=lambda error: say_fatal(error, words),
             on_reload=SettingsReload(engine, asked_config, server_config, read_again),
             throughput=None if server_config.disable_log_stats else ThroughputLog(app.state.metrics, engine.stats),
@@ -353,6 +355,12 @@ def _reach(listener: socket.socket, config: ServerConfig, *, tls: bool) -> _Reac
     host, port = listener.getsockname()[:2]
     url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}{config.root_path}"
     return _Reach(url, loopback=ipaddress.ip_address(host.partition("%")[0]).is_loopback)
+
+
+def _now_ready(app: Starlette, engine: Engine, settings: ServerSettings, reach: _Reach) -> None:
+    _log_ready(engine, settings, reach)
+    if app.state.lora is not None:
+        app.state.lora.look_at_named()
 
 
 def _log_ready(engine: Engine, settings: ServerSettings, reach: _Reach) -> None:

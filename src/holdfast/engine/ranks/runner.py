@@ -20,6 +20,7 @@ from holdfast.engine.ranks import messages
 from holdfast.engine.ranks.group import RankGroup
 from holdfast.engine.ranks.messages import AdapterSettled
 from holdfast.errors import EngineDiedError
+from holdfast.execution.parallel.sockets.spread import Spread
 from holdfast.records import AdapterArrival, Failure, StepPlan, StepResult, TokenMasks
 
 WAIT_S = 0.005
@@ -33,7 +34,7 @@ class RankedRunner:
     def __init__(self, runner: StepRunner, group: RankGroup) -> None:
         self._runner, self._group = runner, group
         self._under_way = deque[_UnderWay]()
-        self._adapters = JoinedAdapters(group.size, group.settled_adapters)
+        self._adapters = JoinedAdapters(group.size, group.settled_adapters, group.spread.nodes)
 
     @property
     def pids(self) -> list[int]:
@@ -142,10 +143,10 @@ class _Asked:
 
 
 class JoinedAdapters:
-    """Of the first rank, for `size` ranks in all."""
+    """Of the first rank, for `size` ranks in all, on so many `nodes`."""
 
-    def __init__(self, size: int, settled: Settled) -> None:
-        self._size, self._settled = size, settled
+    def __init__(self, size: int, settled: Settled, nodes: int = 1) -> None:
+        self._size, self._settled, self._spread = size, settled, Spread(size, nodes=nodes)
         self._asked: dict[int, _Asked] = {}
 
     def note(self, plan: StepPlan) -> None:
@@ -174,7 +175,7 @@ class JoinedAdapters:
         there = [(place, asked) for place, asked in self._asked.items() if len(asked.said) == self._size]
         for place, _ in there:
             del self._asked[place]
-        found = [AdapterArrival(place, _failure(asked.said)) for place, asked in there]
+        found = [AdapterArrival(place, _failure(asked.said, self._spread)) for place, asked in there]
         return msgspec.structs.replace(result, adapters=found)
 
 
@@ -190,12 +191,14 @@ class _JoinedStep:
         return self._result
 
 
-def _failure(said: dict[int, Failure | None]) -> Failure | None:
-    """Why none has it, with the number of the first rank that has not; where all say the same, as one rank would."""
+def _failure(said: dict[int, Failure | None], spread: Spread) -> Failure | None:
+    """Why none has it, with the number of the first rank that has not, and of its node where there are several; where
+    all say the same, as one rank would."""
     failed = {rank: failure for rank, failure in said.items() if failure is not None}
     if not failed:
         return None
     rank = min(failed)
     if len(failed) == len(said) and len({failure.message for failure in failed.values()}) == 1:
         return failed[rank]
-    return msgspec.structs.replace(failed[rank], message=f"rank {rank}: {failed[rank].message}")
+    node = f" (node {spread.node_of(rank)})" if spread.nodes > 1 else ""
+    return msgspec.structs.replace(failed[rank], message=f"rank {rank}{node}: {failed[rank].message}")

@@ -2,6 +2,7 @@
 
 What it hands out is a name, a number and where the files lie; tensors are read where they are computed with. Numbers
 are never given twice, so that nobody computes with what was loaded for another. Cached prefixes are named by the files.
+Where other machines compute too, it hands out a digest of the files as well, by which they know theirs to be the same.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast.checkpoints.lora.adapter import Adapter, changed, find_folder, read_adapter, stamp
+from holdfast.checkpoints.lora.same_files import digest, shared_path
 from holdfast.config import EngineConfig
 from holdfast.errors import AdapterError, ConfigurationError, RequestError, UnsupportedOptionError
 from holdfast.models import ModelSpec
@@ -92,9 +94,17 @@ class Adapters:
     def listed(self) -> list[Loaded]:
         return list(self._by_name.values())
 
+    @property
+    def classifies(self) -> bool:
+        """The model answers with no token."""
+        return self._spec.classifier is not None
+
     def named(self, name: str) -> AdapterRef | None:
-        found = self._by_name.get(name)
+        found = self.known(name)
         return None if found is None else found.ref
+
+    def known(self, name: str) -> Loaded | None:
+        return self._by_name.get(name)
 
     def allow(self, folder: str) -> None:
         """A folder named when the server was started: it may be loaded from again."""
@@ -133,6 +143,13 @@ class Adapters:
         ref = msgspec.structs.replace(examined.ref, number=self._last_number)
         self._by_name[ref.name] = dataclasses.replace(examined, ref=ref)
         return ref
+
+    def put_back(self, name: str, before: Loaded | None) -> None:
+        """What this name stood for before `add`, which is taken back."""
+        if before is None:
+            self.unload(name)
+        else:
+            self._by_name[name] = before
 
     def unload(self, name: str) -> AdapterRef:
         """Requests that run with it go on."""
@@ -203,7 +220,10 @@ class Adapters:
         said = trained_on_another(adapter.base, self._model)
         if said is not None:
             log.warning("LoRA adapter %s: %s", shorten(name), said)
-        return AdapterRef(name, number, str(folder), adapter.stamp), adapter
+        if self._config.nnodes == 1:
+            return AdapterRef(name, number, str(folder), adapter.stamp), adapter
+        told, same = shared_path(path, folder), digest(folder, name, adapter.stamp)
+        return AdapterRef(name, number, str(folder), adapter.stamp, told, same), adapter
 
 
 def trained_on_another(base: str, model: str) -> str | None:

@@ -51,12 +51,19 @@ class LoraLimits:
     max_rank: int
     cached: int
     """Copies in RAM: on a GPU of all that come, on a CPU of those that are in no place."""
+    elsewhere: bool = False
+    """On another node than the head, which looks at adapters: its files are this node's own."""
 
     @staticmethod
     def of(config: EngineConfig) -> LoraLimits | None:
         if not config.lora_places:
             return None
-        return LoraLimits(max_loras=config.lora_places, max_rank=config.lora_rank, cached=config.lora_copies)
+        return LoraLimits(
+            max_loras=config.lora_places,
+            max_rank=config.lora_rank,
+            cached=config.lora_copies,
+            elsewhere=config.node_rank > 0,
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -90,7 +97,7 @@ class AdapterPlaces:
         whole: ModelSpec | None = None,
     ) -> None:
         self.limits, self._device = limits, device
-        self._files = AdapterFiles(spec, limits.max_rank, dtype, whole)
+        self._files = AdapterFiles(spec, limits.max_rank, dtype, whole, elsewhere=limits.elsewhere)
         self.places = exact_tensor((limits.max_loras, self._files.elements), dtype, device).zero_()
         rows = copy_rows(limits.cached, on_cpu=self._on_cpu)
         self._copies = exact_tensor((rows, self._files.elements), dtype, torch.device("cpu")).zero_()

@@ -46,10 +46,11 @@ def with_host_memory(plan: Plan, config: EngineConfig, machine: Memory, front_by
 
 
 def _one_adapter_bytes(plan: Plan, config: EngineConfig) -> int:
-    """A copy of it: each rank has one of its part."""
-    spec, engine = plan.question.model.spec, plan.engine
+    """A copy of it: each rank has one of its part. Of several nodes, on the one whose ranks have most."""
+    spec, engine, each = plan.question.model.spec, plan.engine, plan.engine.rank_count // config.nnodes
     parts = (rank_spec(spec, *engine.part_of(rank)) for rank in range(engine.rank_count))
-    return sum(lora.held_bytes(own, dtype=plan.dtype, places=1, max_rank=config.lora_rank) for own in parts)
+    held = [lora.held_bytes(own, dtype=plan.dtype, places=1, max_rank=config.lora_rank) for own in parts]
+    return max(sum(held[first : first + each]) for first in range(0, len(held), each))
 
 
 def _room(config: EngineConfig, machine: Memory, others: int, pinned: int) -> tuple[int, str]:
@@ -101,7 +102,8 @@ def _with_adapters(plan: Plan, config: EngineConfig, machine: Memory, one: int, 
             else "fewer --max-loras, or a smaller --max-lora-rank",
             field="max_cpu_loras",
         )
-    said = f"host RAM for {counted(config.lora_copies, 'adapter')}, {format_bytes(one)} each"
+    where = "host RAM" if config.nnodes == 1 else "host RAM of the node with most"
+    said = f"{where} for {counted(config.lora_copies, 'adapter')}, {format_bytes(one)} each"
     return replace(plan, decisions=(*plan.decisions, Decision("max_cpu_loras", format_bytes(asked), said, "planner")))
 
 

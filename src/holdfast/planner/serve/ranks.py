@@ -74,13 +74,6 @@ _Reason = tuple[str, str, str]
 
 
 def _of_settings(config: EngineConfig) -> Iterator[_Reason]:
-    if config.enable_lora and config.nnodes > 1:
-        reason = "LoRA adapters are known by the files of one machine, which ranks of other nodes have not got"
-        yield (
-            "enable_lora",
-            reason,
-            "leave --enable-lora out, or have all ranks on one machine: no --nnodes, and no Ray",
-        )
     if config.kv_store is not None:
         yield "kv_store", "a store of KV pages is not shared by ranks yet", f"leave --kv-store out, or {ONE_RANK}"
     if config.nvme_path is not None:

@@ -2,6 +2,8 @@
 
 Only folders that were allowed when the server started are looked into, which is any folder where only programs of this
 machine or clients with a key can ask and none was named (`cli.commands.serve`). No answer tells where files lie.
+
+Where ranks are on several nodes, each of which has files of its own, a load is over when all ranks have read theirs.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -19,8 +22,11 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from holdfast.checkpoints.lora.adapter import too_slow
+from holdfast.engine.interface import Engine
 from holdfast.engine.requests.adapters import Adapters, Loaded
-from holdfast.errors import AdapterError, UnknownModelError
+from holdfast.engine.requests.embedding import PARAMS
+from holdfast.errors import AdapterError, HoldfastError, UnknownModelError
+from holdfast.records import AdapterRef
 from holdfast.server.http.request_body import read_body
 from holdfast.server.request.json_body import decode_object
 from holdfast.server.schema.fields import check_fields, convert, honoured_fields, unsupported
@@ -32,7 +38,8 @@ log = logging.getLogger("holdfast.server")
 MAX_BODY_BYTES = 64 << 10
 """A name and a path."""
 EXAMINE_LIMIT_S = 60.0
-"""For an adapter's two headers, which take milliseconds: what takes longer hangs."""
+"""For an adapter's two headers, which take milliseconds, or where several nodes compare its files for all of them: what
+takes longer hangs."""
 
 
 class LoadBody(msgspec.Struct, kw_only=True):
@@ -51,9 +58,10 @@ _LOAD_FIELDS, _UNLOAD_FIELDS = honoured_fields(LoadBody), honoured_fields(Unload
 
 
 class LoraEndpoints:
-    def __init__(self, adapters: Adapters, settings: ServerSettings) -> None:
-        self._adapters, self._settings = adapters, settings
+    def __init__(self, adapters: Adapters, settings: ServerSettings, engine: Engine) -> None:
+        self._adapters, self._settings, self._engine = adapters, settings, engine
         self._turn = asyncio.Lock()
+        self._looking: asyncio.Task[None] | None = None
 
     @property
     def routes(self) -> list[Route]:
@@ -69,7 +77,13 @@ class LoraEndpoints:
         if body.lora_name in self._settings.served_model_names:
             raise AdapterError(f"{shorten(body.lora_name)!r} is the name of the base model", field="lora_name")
         async with self._turn:  # One at a time: of two with one name the second is refused.
-            self._adapters.add(await self._examine(body))
+            examined, before = await self._examine(body), self._adapters.known(body.lora_name)
+            ref = self._adapters.add(examined)
+            try:
+                await self._reach_other_nodes(ref)
+            except BaseException:
+                self._adapters.put_back(ref.name, before)
+                raise
         log.info("LoRA adapter %s loaded", shorten(body.lora_name))
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
@@ -93,6 +107,47 @@ class LoraEndpoints:
             log.error("loading LoRA adapter %s timed out after %g s", shorten(body.lora_name), EXAMINE_LIMIT_S)
             raise too_slow(shorten(body.lora_name), EXAMINE_LIMIT_S) from None
         return work.result()
+
+    async def _reach_other_nodes(self, ref: AdapterRef) -> None:
+        """A request of one token takes it to all ranks, and says where one has not got it. With an engine that has no
+        turn for it within a minute, or sleeps, it is whoever asks for the adapter first who hears of that."""
+        if not ref.digest:
+            return
+        try:
+            async with asyncio.timeout(EXAMINE_LIMIT_S):
+                await self._ask_once(ref)
+        except AdapterError as error:
+            error.field = "lora_path"
+            raise
+        except (TimeoutError, HoldfastError) as error:
+            why = error.message if isinstance(error, HoldfastError) else f"no turn within {EXAMINE_LIMIT_S:g} s"
+            log.warning("LoRA adapter %s: whether other nodes have it is not known yet: %s", shorten(ref.name), why)
+
+    def look_at_named(self) -> None:
+        """At those that were named at start, as soon as the engine is ready: what other nodes lack is logged. Called on
+        the loop, and waits for nothing."""
+        self._looking = asyncio.create_task(self._look_at(self._adapters.listed))
+
+    async def _look_at(self, named: Sequence[Loaded]) -> None:
+        for one in named:
+            if self._engine.draining:
+                return
+            try:
+                await self._reach_other_nodes(one.ref)
+            except AdapterError as error:
+                log.error("LoRA adapter %s cannot be used: %s", shorten(one.ref.name), error)
+
+    async def _ask_once(self, ref: AdapterRef) -> None:
+        stream = await self._engine.generate(
+            [0], PARAMS, request_id=f"adapter-{ref.number}", adapter=ref, embed=self._adapters.classifies
+        )
+        try:
+            async for _ in stream:
+                pass
+        finally:
+            close = getattr(stream, "aclose", None)
+            if close is not None:
+                await close()
 
     async def unload(self, request: Request) -> Response:
         body: UnloadBody = convert(check_fields(await self._body(request), _UNLOAD_FIELDS), UnloadBody)
