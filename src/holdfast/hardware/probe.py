@@ -252,13 +252,14 @@ def _physical(root: Path, processors: Iterable[int]) -> int:
 
 def _control_group_limit(root: Path) -> tuple[int, int] | None:
     """(limit, in use and not droppable) of the tightest control group above this process; v2, then v1."""
+    shared = _mapped_shared_bytes(root)
     tightest: tuple[int, int] | None = None
     for folder in _control_group_folders(root, "memory"):
         limit = _number(folder / "memory.max", folder / "memory.limit_in_bytes")
         used = _number(folder / "memory.current", folder / "memory.usage_in_bytes")
         if limit is None or used is None or limit >= 1 << 60:
             continue
-        used -= min(used, _droppable_bytes(folder / "memory.stat"))
+        used -= min(used, _droppable_bytes(folder / "memory.stat", shared))
         if tightest is None or limit - used < tightest[0] - tightest[1]:
             tightest = (limit, used)
     return tightest
@@ -297,13 +298,22 @@ def _number(*paths: Path) -> int | None:
     return None
 
 
-def _droppable_bytes(statistics: Path) -> int:
+def _mapped_shared_bytes(root: Path) -> int:
+    """Shared memory that this process has mapped."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in (root / "proc/self/status").read_text().splitlines():
+            if line.startswith("RssShmem:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def _droppable_bytes(statistics: Path, shared_bytes: int) -> int:
     """Page cache that the kernel drops before it kills anything of this control group, in the way in which MemAvailable
     counts it of the machine: pages that were read twice (active_file) are dropped as well, only later. A group has no
     watermarks that could say how much of them stays in use: files that programs have mapped do, and what is not written
-    yet cannot be dropped. All of that is taken off the active pages. Memory that is shared is counted as mapped files,
-    but lies on no list of files: it is not taken off. Of slab_reclaimable nobody knows what is in use: it counts as
-    used."""
+    yet cannot be dropped. All of that is taken off the active pages. Memory that is shared is counted as mapped files
+    where it is mapped, but lies on no list of files: as far as it is known to be mapped, by this process
+    (`shared_bytes`), it is not taken off. Of slab_reclaimable nobody knows what is in use: it counts as used."""
     found = dict[str, int]()
     try:
         for line in statistics.read_text().splitlines():
@@ -316,7 +326,7 @@ def _droppable_bytes(statistics: Path) -> int:
         """Of the groups below, too, as usage and limit are: version 1 has these beside the group's own."""
         return found.get(f"total_{version_1}", found.get(version_2, 0))
 
-    mapped = max(0, told("mapped_file", "file_mapped") - told("shmem", "shmem"))
+    mapped = max(0, told("mapped_file", "file_mapped") - min(shared_bytes, told("shmem", "shmem")))
     unwritten = told("dirty", "file_dirty") + told("writeback", "file_writeback")
     active, inactive = told("active_file", "active_file"), told("inactive_file", "inactive_file")
     return inactive + max(0, active - mapped - unwritten)

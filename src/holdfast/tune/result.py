@@ -167,11 +167,12 @@ def _tried(trial: Trial) -> TriedConfiguration:
 
 def reasons(outcome: TuneOutcome) -> list[str]:
     """What the kept one did otherwise than the default, in the trials that compare them."""
-    stage = "confirmation"
-    default, kept = (
-        [trial for trial in outcome.trials if trial.configuration == one and trial.stage == stage]
-        for one in (DEFAULT, outcome.kept)
-    )
+    compared = [
+        trial
+        for trial in outcome.trials
+        if trial.stage == "confirmation" and (trial.speed, trial.climb) == outcome.pace
+    ]
+    default, kept = ([trial for trial in compared if trial.configuration == one] for one in (DEFAULT, outcome.kept))
     if outcome.verdict == ONLY:
         causes = {
             trial.died or "it left too little memory" for trial in outcome.trials if trial.configuration == DEFAULT

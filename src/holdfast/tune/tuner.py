@@ -285,9 +285,10 @@ class Tuner:
             return self._outcome(finalist, BETTER if gain.proven else LIKELY, gain)
         return self._outcome(DEFAULT, SAME, gain)
 
-    def _rounds(self, finalists: Sequence[ServerConfiguration]) -> ServerConfiguration | None:
+    def _rounds(self, finalists: list[ServerConfiguration]) -> ServerConfiguration | None:
         """The default and the one that is best by all that was measured, in turns, until it is decided or the time is
-        up. Returns that one; None: there was no time."""
+        up. Returns that one; None: there was no time. Of `finalists` those are taken out that a faster pace leaves
+        out."""
         for _ in range(MOST_ROUNDS):
             left_s = self._left_s() - self._own_pace_s
             leader = self._best_of(finalists)
@@ -304,8 +305,10 @@ class Tuner:
             pair = (DEFAULT, leader) if sum(map(len, self._pairs.values())) % 2 == 0 else (leader, DEFAULT)
             found = {configuration: self._try(configuration, "confirmation") for configuration in pair}
             self._pairs.setdefault(leader, []).append((found[DEFAULT], found[leader]))
-            if all(map(_kept, found.values())):
-                self._quicken(finalists)
+            if all(map(_kept, found.values())) and self._quicken(finalists):
+                finalists[:] = self._there(finalists)
+                if not finalists:
+                    return None
         proven = [one for one in finalists if len(self._pairs.get(one, ())) >= FEWEST_ROUNDS]
         return self._best_of(proven) if proven else None
 
@@ -328,9 +331,16 @@ class Tuner:
             return False
         self._speed = round(self._speed * math.sqrt(CLIMB), 2)
         self._pairs.clear()
-        for configuration in (DEFAULT, *alike):
+        self._slower.clear()
+        for configuration in (DEFAULT, *self._there(alike)):
             self._try(configuration, "search")
         return True
+
+    def _there(self, some: Sequence[ServerConfiguration]) -> list[ServerConfiguration]:
+        """Those that are to choose from at this pace: its replay may be another part of the traffic, under which some
+        are the same server as others."""
+        choices = self._choices(self._speed, self._climb).configurations
+        return [one for one in some if one in choices]
 
     def _rounds_wanted(self, finalist: ServerConfiguration) -> int:
         return max(1, FEWEST_ROUNDS - len(self._pairs.get(finalist, ())))

@@ -21,6 +21,11 @@ def group(root: Path, name: str, **files: str) -> None:
         (folder / file.replace("__", ".")).write_text(content)
 
 
+def shared(root: Path, mib: int) -> None:
+    """So much of it this process has mapped."""
+    (root / "proc/self/status").write_text(f"VmRSS:\t1 kB\nRssShmem:\t{mib * 1024} kB\n")
+
+
 def own_group(root: Path, line: str) -> None:
     (root / "proc/self").mkdir(parents=True)
     (root / "proc/self/cgroup").write_text(line)
@@ -65,13 +70,23 @@ def test_files_that_were_read_twice_are_page_cache_too(tmp_path: Path, inactive:
     use of these is what programs have mapped, 2 MiB beside shared memory, and what is not written yet, 2 MiB."""
     held = {"anon": 3, "shmem": 38, "file_mapped": 40, "file_dirty": 1, "file_writeback": 1}
     own_group(tmp_path, "0::/box\n")
+    shared(tmp_path, 38)
     sizes = {"memory__max": str(128 * MIB), "memory__current": str((3 + 38 + inactive + active) * MIB)}
     group(tmp_path, "box", **sizes, memory__stat=statistics(**held, inactive_file=inactive, active_file=active))
     assert hardware.memory(tmp_path).available_bytes == left * MIB
 
 
+def test_shared_memory_that_nobody_maps_hides_no_mapped_files(tmp_path: Path) -> None:
+    """What a server that sleeps has kept, beside a neighbour whose files are mapped."""
+    own_group(tmp_path, "0::/box\n")
+    held = {"shmem": 40, "file_mapped": 30, "active_file": 30}
+    group(tmp_path, "box", memory__max=str(128 * MIB), memory__current=str(70 * MIB), memory__stat=statistics(**held))
+    assert hardware.memory(tmp_path).available_bytes == 58 * MIB
+
+
 def test_version_one_groups_count_the_page_cache_of_those_below(tmp_path: Path) -> None:
     own_group(tmp_path, "4:memory:/pod/box\n")
+    shared(tmp_path, 1)
     below = {"cache": 8, "mapped_file": 3, "shmem": 1, "dirty": 0, "inactive_file": 2, "active_file": 6}
     of_all = {f"total_{name}": count for name, count in below.items()}
     sizes = {"memory__limit_in_bytes": str(16 * MIB), "memory__usage_in_bytes": str(10 * MIB)}

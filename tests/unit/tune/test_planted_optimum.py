@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from holdfast.tune.configuration import DEFAULT, Axis, ServerConfiguration
+from holdfast.tune.result import reasons
 from holdfast.tune.space.pruning import configuration_at
 from holdfast.tune.trial import Stage, Trial
 from holdfast.tune.tuner import BETTER, NOTHING, ONLY, SAME, STANDS, UNCONFIRMED, TuneOutcome, Tuner
@@ -268,3 +269,14 @@ def test_ctrl_c_keeps_the_default_and_what_was_measured() -> None:
 def test_what_cannot_be_confirmed_in_the_time_is_not_called_better() -> None:
     outcome = PlantedServer(hill((1, 4, 2, 1))).tune(trials=5)
     assert (outcome.kept, outcome.verdict) == (DEFAULT, UNCONFIRMED)
+
+
+def test_why_is_told_of_the_pace_that_was_compared_at() -> None:
+    """At a slower one, with which it began, the default may have been compared with another."""
+    kept = ServerConfiguration((("max_num_seqs", 4),))
+    trials = [
+        Trial(configuration=one, stage="confirmation", speed=speed, climb=2.0, measured_s={"ttft p90": ttft_s})
+        for one, speed, ttft_s in ((DEFAULT, 1.0, 0.1), (DEFAULT, 1.41, 0.4), (kept, 1.41, 0.2))
+    ]
+    outcome = TuneOutcome(kept=kept, verdict=BETTER, speed=1.41, climb=2.0, trials=trials, ended="")
+    assert reasons(outcome) == ["ttft p90 200 ms instead of 400 ms"]

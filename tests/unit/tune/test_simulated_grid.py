@@ -175,6 +175,28 @@ def test_a_machine_that_was_slow_at_first_is_given_a_pace_that_tells_them_apart(
         assert grid[outcome.kept] >= (1 - WITHIN) * max(grid.values()), str(outcome.kept)
 
 
+def test_what_a_faster_pace_leaves_out_is_not_asked_for_again() -> None:
+    """Its replay may be another part of the traffic, under which some are the same server as others."""
+    fewer = [place for place, one in enumerate(CONFIGURATIONS) if one.value("max_num_batched_tokens") != 2048]
+    all_of_them = Places(CONFIGURATIONS, POINTS, {point: place for place, point in enumerate(POINTS)})
+    of_few = Places(
+        [CONFIGURATIONS[place] for place in fewer],
+        [POINTS[place] for place in fewer],
+        {POINTS[place]: number for number, place in enumerate(fewer)},
+    )
+    servers = SimulatedServers(SHAPES["chat"]._replace(rate=1.0), seed=0, slow_trials=8)
+    tuner = Tuner(
+        lambda speed, climb: all_of_them if speed == 1 else of_few,
+        servers,
+        budget_s=1800.0,
+        clock=lambda: servers.now_s,
+    )
+    outcome = tuner.run()
+    assert outcome.pace[0] > 1.0
+    assert any(trial.configuration.value("max_num_batched_tokens") == 2048 for trial in outcome.trials)
+    assert outcome.kept in of_few.configurations
+
+
 NOISY_TRIAL_S, NOISY_START_S, NOISY_MINUTES = 10.0, 11.0, 10.0
 NOISY_SHAPES = {
     "chat": Shape(2.0, (20, 120), (20, 60), 1.0, 0.1),
