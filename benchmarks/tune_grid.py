@@ -8,10 +8,12 @@
 The grid is small enough to measure all of it, each configuration in turn, as often as `--repeats` says, and `--more`
 times those that come near the best, so that the difference from what was kept has a standard error. What tune kept
 is then read off the grid's own runs, so that both are judged by the same measurements. Wants a machine that does
-nothing else: the spread of equal runs is printed beside the result. `--at-once N` divides the cores into N lanes, with
-a server (pinned by taskset) and its client in each; lanes share caches and memory, so the figures are those of a server
-that has neighbours. A file that is there is continued: what it holds is not measured again. Ends with 1 where tune is
-more than 5% below the best, and with 3 where no server of the grid answered anything in time.
+nothing else: the spread of equal runs is printed beside the result. Judged is by medians: on a machine that others
+share a whole trial is late now and then, and with three repeats or more one such decides nothing. `--at-once N` divides
+the cores into N lanes, with a server (pinned by taskset) and its client in each; lanes share caches and memory, so the
+figures are those of a server that has neighbours. A file that is there is continued: what it holds is not measured
+again. Ends with 1 where tune is more than 5% below the best, and with 3 where no server of the grid answered anything
+in time.
 """
 
 from __future__ import annotations
@@ -133,7 +135,7 @@ class Comparison:
 
     def contenders(self, repeats: int) -> list[ServerConfiguration]:
         """What tune kept, and those that may be the best by the first turns: only they are worth more."""
-        goodput = {name: statistics.mean(values[:repeats]) for name, values in self.shape["grid"].items()}
+        goodput = {name: statistics.median(values[:repeats]) for name, values in self.shape["grid"].items()}
         worth = (1 - CONTENDS) * max(goodput.values())
         kept = self.shape["tuned"]["kept"]
         return [one for one in self.configurations if str(one) == kept or 0 < worth <= goodput[str(one)]]
@@ -155,7 +157,7 @@ class Comparison:
 
     def judge(self) -> None:
         measured: dict[str, list[float]] = self.shape["grid"]
-        goodput = {one: statistics.mean(values) for one, values in measured.items()}
+        goodput = {one: statistics.median(values) for one, values in measured.items()}
         best, kept = max(goodput, key=lambda one: goodput[one]), self.shape["tuned"]["kept"]
         spreads = [
             statistics.stdev(values) / goodput[one] for one, values in measured.items() if goodput[one] and values[1:]
