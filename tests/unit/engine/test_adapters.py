@@ -181,6 +181,10 @@ def test_other_nodes_look_by_the_path_that_was_given(of_nodes: Adapters, save: S
     ):
         ref = of_nodes.load("mine", str(given), in_place=True)
         assert (ref.shared_path, ref.path) == (str(told), str(folder))
+    for turn in range(2):  # Of Python's too, also where files have changed since.
+        os.utime(folder / "adapter_model.safetensors", ns=(1, 1 + turn))
+        ref = of_nodes.resolve(LoRARequest("python", 99, str(tmp_path / "link" / "good"), load_inplace=True))
+        assert (ref.shared_path, ref.stamp) == (str(tmp_path / "link" / "good"), stamp(folder))
 
 
 def test_only_folders_allowed_at_start(adapters: Adapters, save: Save, tmp_path: Path) -> None:

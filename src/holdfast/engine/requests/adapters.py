@@ -178,7 +178,7 @@ class Adapters:
             return known
         if not request.load_inplace:
             raise changed(known.name)
-        ref, adapter = self._look(known.name, known.path, known.number, None)
+        ref, adapter = self._look(known.name, request.lora_path, known.number, None)
         self._by_name[known.name] = Loaded(ref, adapter.base, None, int(time.time()))
         return ref
 
