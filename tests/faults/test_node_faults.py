@@ -6,18 +6,20 @@ What rank 0 says of such a death is in tests/cpu/engine/test_nodes.py, which is 
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import httpx
+import openai
 import psutil
 import pytest
 from deadlines import PATIENCE_S
 from free_ports import free_port
 from lora_adapters import write_adapter
 from node_processes import SECRET, Node, node_flags
-from story_streams import STREAMS, all_streams
+from story_streams import STREAMS, all_streams, prompt_of, stream
 
 pytestmark = pytest.mark.usefixtures("forked_starts")
 
@@ -27,6 +29,7 @@ SAID = {
     "first": "restarting it",
     "node": "node 1 is lost",
 }
+WAITING = re.compile(r"^vllm:num_requests_waiting(?:\{.*\})? (.*)$", re.MULTILINE)
 
 
 class Cluster:
@@ -122,6 +125,55 @@ async def test_streams_with_adapters_outlive_a_node(
             assert SAID[name] in cluster.head.log, cluster.head.log[-3000:]
         assert cluster.head.stop() == 0
         assert cluster.other.wait() == 0, cluster.other.log
+    finally:
+        cluster.other.lose()
+
+
+@pytest.mark.long
+async def test_a_replacement_that_a_node_has_not_got_is_noticed_by_nobody(
+    start_server, endless_arguments, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is one place, and a stream with the old adapter has it: the new one waits for that, and behind it a request
+    for the same name, which came after the load and is answered with the old one, whose place the new one had."""
+    monkeypatch.chdir(tmp_path)
+    for seed, name in enumerate(("sql", "new")):
+        write_adapter(tmp_path / name, tiny_model, seed=seed)
+    arguments = [*endless_arguments, "--enable-lora", "--lora-modules", f"sql={tmp_path / 'sql'}"]
+    cluster = Cluster(tmp_path, start_server, arguments, (1, 2))
+    url, begun = cluster.head.url, asyncio.Semaphore(0)
+    try:
+        async with (
+            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client,
+            httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as http,
+        ):
+
+            async def until_waiting(count: int) -> None:
+                until_s = time.monotonic() + PATIENCE_S
+                while [float(found) for found in WAITING.findall((await http.get("/metrics")).text)] != [count]:
+                    assert time.monotonic() < until_s, cluster.head.log
+                    await asyncio.sleep(0.02)
+
+            old = await stream(client, 0, begun, "sql")
+            assert old != await stream(client, 0, begun), "an adapter changes what is said"
+            endless = await client.completions.create(
+                model="sql",
+                prompt=prompt_of(1),
+                max_tokens=60_000,
+                temperature=0.0,
+                stream=True,
+                extra_body={"ignore_eos": True},
+            )
+            await anext(endless)
+            asked = {"lora_name": "sql", "lora_path": "/proc/self/cwd/new", "load_inplace": True}
+            loading = asyncio.create_task(http.post("/v1/load_lora_adapter", json=asked))
+            await until_waiting(1)
+            meanwhile = asyncio.create_task(stream(client, 0, begun, "sql"))
+            await until_waiting(2)
+            await endless.close()
+            refused = await loading
+            assert (refused.status_code, refused.json()["error"]["holdfast"]["code"]) == (400, "HF379")
+            assert await meanwhile == old
+            assert await stream(client, 0, begun, "sql") == old
     finally:
         cluster.other.lose()
 

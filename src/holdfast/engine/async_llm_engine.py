@@ -15,10 +15,11 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from holdfast.checkpoints.lora.bounded_looks import EXAMINE_LIMIT_S, in_time, look
 from holdfast.engine.arg_utils import AsyncEngineArgs
 from holdfast.engine.offline.stepped import SteppedEngine
-from holdfast.errors import EngineError, UnsupportedOptionError
-from holdfast.records import LoRARequest, RequestOutput, SamplingParams
+from holdfast.errors import EngineError, RequestError, UnsupportedOptionError
+from holdfast.records import AdapterRef, LoRARequest, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
     from holdfast.engine.offline.pooling import Prompt
@@ -32,6 +33,9 @@ class AsyncLLMEngine:
         self._paused = False
         """These three are the thread's alone: others send it work, which it does between two steps."""
         self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._looks: dict[LoRARequest, concurrent.futures.Future[AdapterRef]] = {}
+        """That are under way."""
+        self._looking = threading.Lock()
         self._closing = threading.Lock()
         self._closed = False
         """Set under the lock by the thread as its last act: nothing is queued behind it, where nobody would see it."""
@@ -59,9 +63,12 @@ class AsyncLLMEngine:
     ) -> AsyncIterator[RequestOutput]:
         """What each step says, as `output_kind` asks. Leaving the loop early aborts the request."""
         told = _Queue(asyncio.get_running_loop())
+        adapter = None if lora_request is None else await self._find_adapter(lora_request)
 
         def add() -> None:
-            self._engine.add_request(request_id, prompt, sampling_params, lora_request=lora_request, priority=priority)
+            self._engine.add_request(
+                request_id, prompt, sampling_params, lora_request=lora_request, priority=priority, adapter=adapter
+            )
             self._queues[request_id] = told
 
         def leave() -> None:
@@ -78,6 +85,18 @@ class AsyncLLMEngine:
         finally:
             if not finished:
                 self._queue(_Work(leave))
+
+    async def _find_adapter(self, requested: LoRARequest) -> AdapterRef:
+        """Not in the engine's thread: while files are slow to come all other streams would stand still. Who asks for
+        the same one meanwhile waits for the same look."""
+        if not isinstance(requested, LoRARequest):
+            raise RequestError("lora_request is something other than a LoRARequest", field="lora_request")
+        with self._looking:
+            found = self._looks.get(requested)
+            if found is None:
+                self._looks[requested] = found = look(lambda: self._engine.find_adapter(requested))
+                found.add_done_callback(lambda _: self._looks.pop(requested))
+        return await in_time(found, requested.lora_name, EXAMINE_LIMIT_S)
 
     async def encode(self, *_: Any, **__: Any) -> None:
         raise UnsupportedOptionError(

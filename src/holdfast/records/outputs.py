@@ -142,6 +142,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     running_adapters: list[str] = []
     waiting_adapters: list[str] = []
     """Names of LoRA adapters that requests run and wait with."""
+    arriving_adapters: list[int] = []
+    """Numbers of those that are on their way to a place."""
 
 
 class Logprob(msgspec.Struct, frozen=True):

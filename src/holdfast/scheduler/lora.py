@@ -48,8 +48,9 @@ class LoraScheduler:
         return sorted({one.request.adapter.name for one in waiting if one.request.adapter is not None})
 
     @property
-    def arriving(self) -> bool:
-        return bool(self._arriving)
+    def arriving(self) -> list[int]:
+        """Numbers of adapters that were asked for and are not there yet."""
+        return sorted(adapter.number for adapter in self._arriving.values())
 
     def fetch_for(self, waiting: Line[Sequence]) -> list[AdapterFetch]:
         """Adapters of those in line that can have a place now, and did not yet: they are asked for from now on."""

@@ -97,7 +97,7 @@ class Scheduler(Results):
         step_tokens = self.limits.max_num_batched_tokens - draft.kept_back - draft.budget
         waited_for = self.limits.max_steps_in_flight > 1 and not self._in_flight
         draft.copies = self.kv.plan_copies(self._worth_saving(), step_tokens, awaited=waited_for)
-        coming = self._adapters.arriving or (self.kv.tiers is not None and self.kv.tiers.copying)
+        coming = bool(self._adapters.arriving) or (self.kv.tiers is not None and self.kv.tiers.copying)
         if not draft.rows and not draft.copies and (self._in_flight or not coming):
             awaited = self._in_flight or any(one.request.request_id in awaiting_mask for one in self._running)
             assert awaited or not self._sequences, "requests wait, nothing is in flight, and no step was found"

@@ -37,6 +37,7 @@ def figures(
         prefix_hits_total=kv.hits_total,
         running_adapters=adapters.running,
         waiting_adapters=adapters.asked_for(waiting),
+        arriving_adapters=adapters.arriving,
         prefix_below_queries_total=kv.below_queries_total,
         kv_tiers=_tiers(kv),
         failed_copies_total=0 if kv.tiers is None else kv.tiers.failed_copies,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import threading
 from collections.abc import Iterator
@@ -13,8 +14,10 @@ import torch
 import transformers
 from lora_adapters import merge, write_adapter
 
-from holdfast import LLM, LoRARequest, SamplingParams
+from holdfast import LLM, AsyncLLMEngine, LoRARequest, SamplingParams
 from holdfast.checkpoints.lora.adapter import read_adapter
+from holdfast.engine import async_llm_engine
+from holdfast.engine.requests import adapters
 from holdfast.errors import AdapterError, ConfigurationError, UnsupportedOptionError
 from holdfast.execution.lora import files
 from holdfast.records import EngineOutput, Request
@@ -217,6 +220,44 @@ def test_others_go_on_while_one_is_read(
             let_go.set()
     expected = [merged[name][number] for number, name in enumerate(("patterns", "model", "all", "model"))]
     assert list(answers.values()) == expected
+
+
+def test_streams_of_a_thread_go_on_while_an_adapter_is_looked_at(
+    folder: Path, merged: dict[str, list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files do not come: who asks for it is told after a while, and all who ask wait for one look."""
+    come, looks = threading.Event(), list[str]()
+
+    def slow(found: Path, *given: object, **named: object) -> object:
+        looks.append(found.name)
+        assert come.wait(120)
+        return read_adapter(found, *given, **named)  # type: ignore[arg-type]
+
+    async def said(engine: AsyncLLMEngine, name: str, lora: LoRARequest | None = None) -> list[int]:
+        prompt, found = {"prompt_token_ids": PROMPTS[0]}, list[int]()
+        async for output in engine.generate(prompt, GREEDY, name, lora_request=lora):
+            found = output.outputs[0].token_ids
+        return found
+
+    async def main(engine: AsyncLLMEngine) -> None:
+        monkeypatch.setattr(async_llm_engine, "EXAMINE_LIMIT_S", 0.3)
+        with pytest.raises(AdapterError, match=r"could not be read within 0\.3 s"):
+            await asyncio.wait_for(said(engine, "late", request(folder, "all")), 120)
+        monkeypatch.setattr(async_llm_engine, "EXAMINE_LIMIT_S", 120)
+        waiting = [asyncio.create_task(said(engine, str(place), request(folder, "all"))) for place in range(2)]
+        assert await asyncio.wait_for(said(engine, "plain"), 120) == merged["model"][0]
+        come.set()
+        assert await asyncio.gather(*waiting) == [merged["all"][0]] * 2
+        assert await said(engine, "again", request(folder, "all")) == merged["all"][0]
+        assert looks == ["all"]
+
+    monkeypatch.setattr(adapters, "read_adapter", slow)
+    engine = AsyncLLMEngine(make_llm(folder / "model", enable_lora=True).llm_engine)
+    try:
+        asyncio.run(main(engine))
+    finally:
+        come.set()
+        engine.shutdown()
 
 
 def test_one_with_numbers_that_are_none_ends_its_own_requests_alone(

@@ -6,19 +6,23 @@ import json
 import logging
 import os
 import shutil
+import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy
 import pytest
+from deadlines import PATIENCE_S
 from safetensors.numpy import save_file
 
 from holdfast.checkpoints.lora.adapter import stamp
 from holdfast.checkpoints.lora.same_files import digest, find_same
 from holdfast.cli.commands import serve
 from holdfast.config import EngineConfig, ServerConfig
+from holdfast.engine.requests import adapters as books
 from holdfast.engine.requests.adapters import Adapters, load_modules, read_module, trained_on_another
 from holdfast.engine.startup.build import FoundModel
 from holdfast.errors import AdapterError, ConfigurationError, UnsupportedOptionError
@@ -89,6 +93,29 @@ def test_one_is_known_by_name_until_it_is_unloaded(adapters: Adapters, save: Sav
     assert adapters.named("mine") is None
     with pytest.raises(AdapterError, match="is not loaded"):
         adapters.unload("mine")
+
+
+def test_nobody_can_ask_for_one_that_was_looked_at_and_not_added(adapters: Adapters, save: Save) -> None:
+    first = adapters.load("mine", str(save()))
+    looked = [adapters.examine("mine", str(save(f"allowed/{place}")), in_place=True) for place in range(2)]
+    assert adapters.named("mine") == first
+    assert adapters.add(looked[1]) == looked[1].ref == adapters.named("mine")
+    assert len({first.number, *(one.ref.number for one in looked)}) == 3
+
+
+def test_a_number_stands_for_one_adapter_where_two_threads_look_at_once(
+    adapters: Adapters, save: Save, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have found that nobody has the number before either is done."""
+    folders, both = [save(name) for name in ("allowed/one", "allowed/two")], threading.Barrier(2, timeout=PATIENCE_S)
+    monkeypatch.setattr(books, "find_folder", lambda path, allowed: both.wait() < 2 and Path(path))
+    asked = [LoRARequest(folder.name, 7, str(folder)) for folder in folders]
+    with ThreadPoolExecutor(2) as pool:
+        looks = [pool.submit(adapters.resolve, one) for one in asked]
+    first, other = sorted(looks, key=lambda one: one.exception() is not None)
+    with pytest.raises(AdapterError, match="are of different LoRA adapters"):
+        other.result()
+    assert [one.ref for one in adapters.listed] == [first.result()]
 
 
 def test_prefixes_belong_to_the_files_whatever_was_loaded_before_them(
@@ -181,6 +208,10 @@ def test_other_nodes_look_by_the_path_that_was_given(of_nodes: Adapters, save: S
     ):
         ref = of_nodes.load("mine", str(given), in_place=True)
         assert (ref.shared_path, ref.path) == (str(told), str(folder))
+    for turn in range(2):  # Of Python's too, also where files have changed since.
+        os.utime(folder / "adapter_model.safetensors", ns=(1, 1 + turn))
+        ref = of_nodes.resolve(LoRARequest("python", 99, str(tmp_path / "link" / "good"), load_inplace=True))
+        assert (ref.shared_path, ref.stamp) == (str(tmp_path / "link" / "good"), stamp(folder))
 
 
 def test_only_folders_allowed_at_start(adapters: Adapters, save: Save, tmp_path: Path) -> None:

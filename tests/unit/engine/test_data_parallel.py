@@ -319,8 +319,10 @@ async def test_drain_waits_for_each(engine, harbour) -> None:
 def test_figures_are_added_up() -> None:
     tier = KVTierUse(tier="ram", hit_tokens_total=3)
     stats = EngineStats(running=2, prefix_hits_total=5, kv_tiers=[tier], running_adapters=["b", "a"])
-    both = sum_stats([stats, EngineStats(running=1, kv_tiers=[tier], running_adapters=["a"])])
+    other = EngineStats(running=1, kv_tiers=[tier], running_adapters=["a"], arriving_adapters=[3])
+    both = sum_stats([stats, other])
     assert (both.running, both.prefix_hits_total, both.running_adapters) == (3, 5, ["a", "b"])
+    assert both.arriving_adapters == [3]
     assert both.kv_tiers == [KVTierUse(tier="ram", hit_tokens_total=6)]
     stores = [
         KVStoreUse(held_bytes=9, dropped_writes_total=1, dropped_by_reason={"no room": 1}),

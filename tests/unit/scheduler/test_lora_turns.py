@@ -86,6 +86,17 @@ def test_alike_run_together_though_they_come_in_turns() -> None:
     assert {start.adapter_place for start in plan.starts} == {0}
 
 
+def test_one_that_is_on_its_way_is_told_from_one_that_has_no_place() -> None:
+    scheduler = make(1)
+    add(scheduler, "first", ONE)
+    add(scheduler, "other", TWO)
+    plan = planned(scheduler)
+    stats = scheduler.stats()
+    assert (stats.waiting_adapters, stats.arriving_adapters) == (["one", "two"], [ONE.number])
+    answer(scheduler, plan, *(AdapterArrival(fetch.place) for fetch in plan.fetches))
+    assert scheduler.stats().arriving_adapters == []
+
+
 def test_nobody_waits_for_ever() -> None:
     """Requests of the adapter that runs come all the time; those who came later do not go before."""
     scheduler = make(1)

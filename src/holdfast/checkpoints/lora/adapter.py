@@ -35,6 +35,8 @@ NOT_ALLOWED, ANOTHER_BASE, NOT_THERE, PICKLED, TOO_WIDE, CHANGED, NOT_FINITE, TO
     "HF377",
     "HF378",
 )
+READ_LIMIT_S = 60.0
+"""That a rank has for one adapter's files. What takes longer hangs: a disk reads gigabytes meanwhile."""
 READABLE = ("F32", "F16", "BF16")
 _FACTOR = re.compile(r"(?:base_model\.model\.)?(?P<module>[\w.]+)\.lora_(?P<factor>[AB])\.weight")
 _INDEX = re.compile(r"[0-9]+")

@@ -49,7 +49,7 @@ def sum_info(infos: Sequence[EngineInfo]) -> EngineInfo:
     )
 
 
-_LISTS = ("kv_tiers", "links", "running_adapters", "waiting_adapters")
+_LISTS = ("kv_tiers", "links", "running_adapters", "waiting_adapters", "arriving_adapters")
 _OTHERS = ("kv_store", "experts", *_LISTS)
 
 
@@ -65,6 +65,7 @@ def sum_stats(found: Sequence[EngineStats]) -> EngineStats:
         experts=_add_experts(experts) if experts else None,
         running_adapters=sorted({name for one in found for name in one.running_adapters}),
         waiting_adapters=sorted({name for one in found for name in one.waiting_adapters}),
+        arriving_adapters=sorted({number for one in found for number in one.arriving_adapters}),
     )
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.engine.requests.whole_vocabulary import is_whole
 from holdfast.errors import HoldfastError, RequestError, UnsupportedOptionError
-from holdfast.records import CompletionOutput, LoRARequest, RequestOutput, SamplingParams
+from holdfast.records import AdapterRef, CompletionOutput, LoRARequest, RequestOutput, SamplingParams
 from holdfast.records.beams import RequestOutputKind
 
 if TYPE_CHECKING:
@@ -39,8 +39,10 @@ class SteppedEngine:
         tokenization_kwargs: None = None,
         trace_headers: None = None,
         priority: int = 0,
+        adapter: AdapterRef | None = None,
     ) -> None:
-        """Raises for a prompt that cannot be taken; nothing is computed yet."""
+        """Raises for a prompt that cannot be taken; nothing is computed yet. `adapter`: what `find_adapter` said of
+        `lora_request`, where it was asked before."""
         if not isinstance(params, SamplingParams):
             raise UnsupportedOptionError(
                 f"{type(params).__name__} is not supported here: an engine generates", fix="LLM.embed", field="params"
@@ -54,7 +56,8 @@ class SteppedEngine:
         if request_id in self._runs:
             raise RequestError(f"there is already a request {request_id}", field="request_id")
         self._llm._check_priority([priority], 1)
-        [adapter] = self._llm._adapters.one_each(lora_request, 1)
+        if adapter is None:
+            [adapter] = self._llm._adapters.one_each(lora_request, 1)
         run = self._llm._prepare(prompt, params, priority, adapter=adapter)
         run.output.request_id, run.output.lora_request = request_id, lora_request
         opened = _Open(run, params.output_kind)
@@ -68,6 +71,11 @@ class SteppedEngine:
             except BaseException:
                 self._abort(core, [request_id])
                 raise
+
+    def find_adapter(self, lora_request: LoRARequest) -> AdapterRef:
+        """Looks at its files, which may take long. May be called by any thread, also while another steps."""
+        found: AdapterRef = self._llm._adapters.resolve(lora_request)
+        return found
 
     def step(self) -> list[RequestOutput]:
         """One step of all requests; what it says of each, as its `output_kind` asks."""

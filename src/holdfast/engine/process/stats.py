@@ -120,4 +120,5 @@ def at_rest(stats: EngineStats) -> EngineStats:
         links=[],
         running_adapters=[],
         waiting_adapters=[],
+        arriving_adapters=[],
     )

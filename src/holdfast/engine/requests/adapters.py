@@ -7,9 +7,10 @@ Where other machines compute too, it hands out a digest of the files as well, by
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 import logging
 import re
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -80,7 +81,8 @@ class Adapters:
         self._spec, self._model, self._config = spec, model, config
         self._allowed = None if allowed is None else [place for folder in allowed for place in _places(folder)]
         self._by_name: dict[str, Loaded] = {}
-        self._last_number = 0
+        self._numbers = itertools.count(1)
+        self._books = threading.Lock()
 
     @property
     def enabled(self) -> bool:
@@ -121,7 +123,8 @@ class Adapters:
     def examine(
         self, name: str, path: str, *, anywhere: bool = False, in_place: bool = False, parent: str | None = None
     ) -> Loaded:
-        """The first half of `load`, which reads files and changes nothing. May be called by any thread."""
+        """The first half of `load`, which reads files: it has a number then, and nobody can ask for it yet. May be
+        called by any thread."""
         self._require()
         if not name or len(name) > MAX_NAME_CHARS or not name.isprintable():
             raise AdapterError(
@@ -134,22 +137,13 @@ class Adapters:
                 field="lora_name",
             )
         self._check_room(name)
-        ref, adapter = self._look(name, path, 0, None if anywhere else self._allowed)
+        ref, adapter = self._look(name, path, next(self._numbers), None if anywhere else self._allowed)
         return Loaded(ref, adapter.base, parent, int(time.time()))
 
     def add(self, examined: Loaded) -> AdapterRef:
-        """The second half of `load`."""
-        self._last_number += 1
-        ref = msgspec.structs.replace(examined.ref, number=self._last_number)
-        self._by_name[ref.name] = dataclasses.replace(examined, ref=ref)
-        return ref
-
-    def put_back(self, name: str, before: Loaded | None) -> None:
-        """What this name stood for before `add`, which is taken back."""
-        if before is None:
-            self.unload(name)
-        else:
-            self._by_name[name] = before
+        """The second half of `load`: from now on its name stands for it."""
+        self._by_name[examined.ref.name] = examined
+        return examined.ref
 
     def unload(self, name: str) -> AdapterRef:
         """Requests that run with it go on."""
@@ -160,14 +154,17 @@ class Adapters:
 
     def resolve(self, request: LoRARequest) -> AdapterRef:
         """Of Python's LoRARequest: loaded when it is first named. Its number stands for one adapter, as in vLLM, where
-        a script may give it another name each time."""
+        a script may give it another name each time. May be called by any thread."""
         self._require()
-        known = next((one.ref for one in self._by_name.values() if one.ref.number == request.lora_int_id), None)
+        known = self._of_number(request.lora_int_id)
         if known is None:  # A new number is a new adapter, also under a name that another had.
             self._check_room(request.lora_name)
             ref, adapter = self._look(request.lora_name, request.lora_path, request.lora_int_id, None)
-            self._by_name[request.lora_name] = Loaded(ref, adapter.base, None, int(time.time()))
-            return ref
+            with self._books:
+                known = self._of_number(request.lora_int_id)
+                if known is None:  # Nobody else was there first.
+                    self._by_name[request.lora_name] = Loaded(ref, adapter.base, None, int(time.time()))
+                    return ref
         if Path(request.lora_path).resolve() != Path(known.path):
             raise AdapterError(
                 f"lora_int_id {request.lora_int_id} and {shorten(request.lora_name)!r} are of different LoRA adapters",
@@ -178,9 +175,12 @@ class Adapters:
             return known
         if not request.load_inplace:
             raise changed(known.name)
-        ref, adapter = self._look(known.name, known.path, known.number, None)
+        ref, adapter = self._look(known.name, request.lora_path, known.number, None)
         self._by_name[known.name] = Loaded(ref, adapter.base, None, int(time.time()))
         return ref
+
+    def _of_number(self, number: int) -> AdapterRef | None:
+        return next((one.ref for one in self.listed if one.ref.number == number), None)
 
     def one_each(
         self, requested: LoRARequest | Sequence[LoRARequest | None] | None, count: int

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from holdfast.checkpoints.lora.adapter import too_slow
+from holdfast.checkpoints.lora.adapter import READ_LIMIT_S, too_slow
 from holdfast.config import EngineConfig
 from holdfast.errors import EngineError, HoldfastError
 from holdfast.execution.lora.bounded_reads import Read, Readers
@@ -36,8 +36,6 @@ log = logging.getLogger("holdfast")
 
 READERS = 2
 """Threads: files that come slowly hold up one of them."""
-READ_LIMIT_S = 60.0
-"""Of one adapter's files. What takes longer hangs: a disk reads gigabytes meanwhile."""
 FLAG_WORDS = 4
 """Kernels are compiled anew for pointers that are aligned otherwise."""
 ARRIVAL_WAIT_S = 0.005

@@ -4,16 +4,14 @@ Only folders that were allowed when the server started are looked into, which is
 machine or clients with a key can ask and none was named (`cli.commands.serve`). No answer tells where files lie.
 
 Where ranks are on several nodes, each of which has files of its own, a load is over when all ranks have read theirs.
+Until then its name stands for what it stood for before.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import threading
 from collections.abc import Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import msgspec
@@ -21,11 +19,21 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from holdfast.checkpoints.lora.adapter import too_slow
+from holdfast.checkpoints.lora.adapter import READ_LIMIT_S, too_slow
+from holdfast.checkpoints.lora.bounded_looks import EXAMINE_LIMIT_S, in_time, look
 from holdfast.engine.interface import Engine
 from holdfast.engine.requests.adapters import Adapters, Loaded
 from holdfast.engine.requests.embedding import PARAMS
-from holdfast.errors import AdapterError, HoldfastError, UnknownModelError
+from holdfast.errors import (
+    AdapterError,
+    DrainingError,
+    EngineDiedError,
+    EngineHungError,
+    HoldfastError,
+    OverloadedError,
+    SleepingError,
+    UnknownModelError,
+)
 from holdfast.records import AdapterRef
 from holdfast.server.http.request_body import read_body
 from holdfast.server.request.json_body import decode_object
@@ -37,9 +45,12 @@ log = logging.getLogger("holdfast.server")
 
 MAX_BODY_BYTES = 64 << 10
 """A name and a path."""
-EXAMINE_LIMIT_S = 60.0
-"""For an adapter's two headers, which take milliseconds, or where several nodes compare its files for all of them: what
-takes longer hangs."""
+TURN_LIMIT_S = 60.0
+"""That an adapter waits for a place, in which it is taken to all nodes."""
+ARRIVAL_LIMIT_S = READ_LIMIT_S + 15.0
+"""For an adapter that has one: ranks give up first, and say why."""
+_NOTHING_OF_ADAPTERS = (SleepingError, OverloadedError, DrainingError, EngineDiedError, EngineHungError)
+"""Ends of a request that say nothing of the adapter it came with."""
 
 
 class LoadBody(msgspec.Struct, kw_only=True):
@@ -60,7 +71,7 @@ _LOAD_FIELDS, _UNLOAD_FIELDS = honoured_fields(LoadBody), honoured_fields(Unload
 class LoraEndpoints:
     def __init__(self, adapters: Adapters, settings: ServerSettings, engine: Engine) -> None:
         self._adapters, self._settings, self._engine = adapters, settings, engine
-        self._turn = asyncio.Lock()
+        self._loading = asyncio.Lock()
         self._looking: asyncio.Task[None] | None = None
 
     @property
@@ -76,52 +87,70 @@ class LoraEndpoints:
             raise unsupported("is_3d_lora_weight", "LoRA on MoE experts is not supported")
         if body.lora_name in self._settings.served_model_names:
             raise AdapterError(f"{shorten(body.lora_name)!r} is the name of the base model", field="lora_name")
-        async with self._turn:  # One at a time: of two with one name the second is refused.
-            examined, before = await self._examine(body), self._adapters.known(body.lora_name)
-            ref = self._adapters.add(examined)
-            try:
-                await self._reach_other_nodes(ref)
-            except BaseException:
-                self._adapters.put_back(ref.name, before)
-                raise
+        async with self._loading:  # One at a time: of two with one name the second is refused.
+            examined = await self._examine(body)
+            unknown = await self._reach_other_nodes(examined.ref)
+            if unknown is not None and self._adapters.known(body.lora_name) is not None:
+                raise unknown  # What this name stands for is not given up for what may not be there.
+            self._adapters.add(examined)
+        if unknown is not None:
+            _warn(examined.ref, unknown)
         log.info("LoRA adapter %s loaded", shorten(body.lora_name))
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     async def _examine(self, body: LoadBody) -> Loaded:
-        """In a thread of its own that nobody waits for at the end of the process: the folder's file server may hang."""
-        loop, ended = asyncio.get_running_loop(), asyncio.Event()
-        work = Future[Loaded]()
+        def examine() -> Loaded:
+            return self._adapters.examine(body.lora_name, body.lora_path, in_place=body.load_inplace)
 
-        def examine() -> None:
-            try:
-                work.set_result(self._adapters.examine(body.lora_name, body.lora_path, in_place=body.load_inplace))
-            except Exception as error:
-                work.set_exception(error)
-            with contextlib.suppress(RuntimeError):  # The loop has ended meanwhile.
-                loop.call_soon_threadsafe(ended.set)
+        return await in_time(look(examine), body.lora_name, EXAMINE_LIMIT_S)
 
-        threading.Thread(target=examine, name="adapter-examine", daemon=True).start()
-        try:
-            await asyncio.wait_for(ended.wait(), EXAMINE_LIMIT_S)
-        except TimeoutError:
-            log.error("loading LoRA adapter %s timed out after %g s", shorten(body.lora_name), EXAMINE_LIMIT_S)
-            raise too_slow(shorten(body.lora_name), EXAMINE_LIMIT_S) from None
-        return work.result()
-
-    async def _reach_other_nodes(self, ref: AdapterRef) -> None:
-        """A request of one token takes it to all ranks, and says where one has not got it. With an engine that has no
-        turn for it within a minute, or sleeps, it is whoever asks for the adapter first who hears of that."""
+    async def _reach_other_nodes(self, ref: AdapterRef) -> HoldfastError | None:
+        """A request of one token takes it to all ranks, before anybody can ask for it by name. Raises what is wrong
+        with it where one has not got it. Returns why that is not known; None: all of them have it. Where it is not
+        known, it is whoever asks for the adapter first who hears of that."""
         if not ref.digest:
-            return
+            return None
+        asking = asyncio.create_task(self._ask_once(ref))
         try:
-            async with asyncio.timeout(EXAMINE_LIMIT_S):
-                await self._ask_once(ref)
+            await asyncio.wait([asking], timeout=TURN_LIMIT_S)
+            if not asking.done() and ref.number in self._engine.stats().arriving_adapters:
+                await asyncio.wait([asking], timeout=ARRIVAL_LIMIT_S)
+                if not asking.done():
+                    raise too_slow(shorten(ref.name), ARRIVAL_LIMIT_S)
+            if not asking.done():
+                return OverloadedError(
+                    f"the LoRA adapter {shorten(ref.name)!r} had no place within {TURN_LIMIT_S:g} s, and other nodes "
+                    "have not looked for it",
+                    fix="load it again later",
+                    field="lora_name",
+                )
+            return asking.result()
         except AdapterError as error:
             error.field = "lora_path"
             raise
-        except (TimeoutError, HoldfastError) as error:
-            why = error.message if isinstance(error, HoldfastError) else f"no turn within {EXAMINE_LIMIT_S:g} s"
-            log.warning("LoRA adapter %s: whether other nodes have it is not known yet: %s", shorten(ref.name), why)
+        finally:
+            if not asking.done():
+                asking.cancel()
+                await asyncio.wait([asking])
+
+    async def _ask_once(self, ref: AdapterRef) -> HoldfastError | None:
+        """As `_reach_other_nodes`."""
+        try:
+            stream = await self._engine.generate(
+                [0], PARAMS, request_id=f"adapter-{ref.number}", adapter=ref, embed=self._adapters.classifies
+            )
+        except HoldfastError as error:  # It was not taken, and no rank has heard of it.
+            return error
+        try:
+            async for _ in stream:
+                pass
+        except _NOTHING_OF_ADAPTERS as error:
+            return error
+        finally:
+            close = getattr(stream, "aclose", None)
+            if close is not None:
+                await close()
+        return None
 
     def look_at_named(self) -> None:
         """At those that were named at start, as soon as the engine is ready: what other nodes lack is logged. Called on
@@ -133,33 +162,23 @@ class LoraEndpoints:
             if self._engine.draining:
                 return
             try:
-                await self._reach_other_nodes(one.ref)
-            except AdapterError as error:
+                unknown = await self._reach_other_nodes(one.ref)
+            except HoldfastError as error:
                 log.error("LoRA adapter %s cannot be used: %s", shorten(one.ref.name), error)
-
-    async def _ask_once(self, ref: AdapterRef) -> None:
-        stream = await self._engine.generate(
-            [0], PARAMS, request_id=f"adapter-{ref.number}", adapter=ref, embed=self._adapters.classifies
-        )
-        try:
-            async for _ in stream:
-                pass
-        finally:
-            close = getattr(stream, "aclose", None)
-            if close is not None:
-                await close()
+            else:
+                if unknown is not None:
+                    _warn(one.ref, unknown)
 
     async def unload(self, request: Request) -> Response:
         body: UnloadBody = convert(check_fields(await self._body(request), _UNLOAD_FIELDS), UnloadBody)
-        async with self._turn:
-            known = self._adapters.named(body.lora_name)
-            if known is None or body.lora_int_id not in (None, known.number):
-                raise UnknownModelError(
-                    f"the LoRA adapter {shorten(body.lora_name)!r} is not loaded",
-                    fix="GET /v1/models lists the loaded adapters",
-                    field="lora_name",
-                )
-            self._adapters.unload(body.lora_name)
+        known = self._adapters.named(body.lora_name)
+        if known is None or body.lora_int_id not in (None, known.number):
+            raise UnknownModelError(
+                f"the LoRA adapter {shorten(body.lora_name)!r} is not loaded",
+                fix="GET /v1/models lists the loaded adapters",
+                field="lora_name",
+            )
+        self._adapters.unload(body.lora_name)
         log.info("LoRA adapter %s unloaded", shorten(body.lora_name))
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
@@ -180,3 +199,7 @@ class LoraEndpoints:
     async def _body(self, request: Request) -> dict[str, Any]:
         raw = await read_body(request.scope, request.receive, MAX_BODY_BYTES, self._settings.body_timeout_s)
         return decode_object(raw)
+
+
+def _warn(ref: AdapterRef, unknown: HoldfastError) -> None:
+    log.warning("LoRA adapter %s: that other nodes have it is not known yet: %s", shorten(ref.name), unknown.message)
