@@ -17,6 +17,7 @@ from deadlines import PATIENCE_S
 from ended_processes import still_running
 from free_ports import free_port
 from left_on_gpu import LEFT_MIB, assert_nothing_is_left, on_the_gpu, used_mib
+from lora_adapters import write_adapter
 from node_processes import SECRET, Node, node_flags
 from standing_still import StandingStill
 from story_streams import all_streams
@@ -24,6 +25,7 @@ from struck_ranks import disturbed
 from tiny_gpu import Tiny, prompt
 
 from holdfast import LLM, SamplingParams
+from holdfast.records import LoRARequest
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4,
@@ -35,12 +37,14 @@ PROMPTS = [prompt(1, 5), prompt(2, 150), prompt(3, 33)]
 def engine(model: Path, **settings: Any) -> LLM:
     given = {"device": "cuda", "dtype": "float32", "max_model_len": 400, "max_num_seqs": 4,
              "max_num_batched_tokens": 64, "kv_cache_memory_bytes": "32MiB", "vram": "4GiB",
-             "skip_tokenizer_init": True}  # fmt: skip
+             "skip_tokenizer_init": True, "enable_lora": True, "max_lora_rank": 8}  # fmt: skip
     return LLM(str(model), **given | settings)
 
 
-def said(llm: LLM) -> list[list[int]]:
-    outputs = llm.generate(prompt_token_ids=PROMPTS, sampling_params=GREEDY, use_tqdm=False)
+def said(llm: LLM, adapter: LoRARequest | None = None) -> list[list[int]]:
+    outputs = llm.generate(
+        prompt_token_ids=PROMPTS, sampling_params=GREEDY, lora_request=adapter, use_tqdm=False
+    )  # fmt: skip
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
@@ -48,12 +52,14 @@ def said(llm: LLM) -> list[list[int]]:
 def test_stages_on_two_nodes_say_what_one_rank_says(
     sizes: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps of single tokens are graphs, with what goes to the other node and comes from it."""
+    """Steps of single tokens are graphs, with what goes to the other node and comes from it; with an adapter too."""
     model = tmp_path / "model"
     model.mkdir()
     tiny, port = Tiny(model, architecture="Llama", **WIDE), free_port()
+    adapter = LoRARequest("adapted", 1, str(write_adapter(tmp_path / "adapted", model, seed=1, rank=5)))
     with engine(model) as llm:
-        of_one = said(llm)
+        of_one, adapted_of_one = said(llm), said(llm, adapter)
+    assert adapted_of_one != of_one
     monkeypatch.setenv("HOLDFAST_RANK_GPUS", ",".join(["0"] * sizes[0]))
     began_s = time.monotonic()
     other = Node(tmp_path, 1, str(model), *node_flags(sizes, 2, port, device="cuda"))
@@ -74,12 +80,13 @@ def test_stages_on_two_nodes_say_what_one_rank_says(
             ]  # fmt: skip
             assert [row.weights_bytes for row in rows] == [row.planned_weights_bytes for row in rows]
             assert {row.pid for row in rows if row.node == 1} == {one.pid for one in other.ranks()}
-            found, again = said(llm), said(llm)
+            found, again, adapted = said(llm), said(llm), said(llm, adapter)
             began_s = time.monotonic()
             said(llm)
             print(f"three answers of 12 tokens: {time.monotonic() - began_s:.2f} s, time-sliced")
         assert found == of_one
         assert again == of_one, "with cached prefixes, and graphs that are there already"
+        assert adapted == adapted_of_one
         for one, tokens in zip(PROMPTS[::2], found[::2], strict=True):
             tiny.assert_greedy(one, tokens)
         assert other.wait() == 0
