@@ -9,6 +9,7 @@ import os
 from typing import Any
 
 import torch
+from simulated_copies import QueuedCopies
 
 from holdfast.execution.gpu.memory.virtual_memory import OUT_OF_MEMORY, DriverMemory, RangeError
 
@@ -24,7 +25,10 @@ FAILED = ctypes.c_void_p(-1).value
 
 
 class AliasedMemory(DriverMemory):
-    """`memory_bytes`: of all handles together. Keeps the books of CUDA, and refuses what it refuses."""
+    """`memory_bytes`: of all handles together. Keeps the books of CUDA, and refuses what it refuses. `computing`: what
+    reads and writes it, of which nothing may be left when memory goes from an address."""
+
+    computing: QueuedCopies | None = None
 
     def __init__(self, memory_bytes: int = 1 << 40) -> None:
         self.granularity, self.device, self.memory_bytes = mmap.PAGESIZE, torch.device("cpu"), memory_bytes
@@ -79,7 +83,12 @@ class AliasedMemory(DriverMemory):
         self.mapped[address] = size, handle, True
         self._map_at(address, nbytes, mmap.MAP_SHARED, handle)
 
+    def wait(self) -> None:
+        if self.computing is not None:
+            self.computing.run_all()
+
     def unmap(self, address: int, nbytes: int) -> None:
+        assert self.computing is None or self.computing.idle, "what was launched may still use it"
         assert self.mapped.pop(address)[0] == nbytes
         self._map_at(address, nbytes, PRIVATE)
         ctypes.memset(address, POISON, nbytes)

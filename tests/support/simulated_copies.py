@@ -142,6 +142,10 @@ class QueuedCopies:
         for _ in range(self._random.randrange(6)):
             self._run_one()
 
+    @property
+    def idle(self) -> bool:
+        return not self._computing and not self._link
+
     def run_all(self) -> None:
         while self._computing or self._link:
             assert self._run_one() or self._run_one() or self._run_one() or self._moves(), "both queues wait"

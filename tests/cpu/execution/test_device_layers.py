@@ -78,6 +78,7 @@ def made(
         sizes = list(zip(streamed.layers, streamed.sizes, strict=True))
     else:
         sizes = list(enumerate(streamed.all_sizes))
+        driver.computing = copies if isinstance(copies, QueuedCopies) else None
         ranges = LayerRanges(streamed.all_sizes, CPU, driver)
         layers = DeviceLayers(streamed, CPU, copies, memory, file, ranges, room or (lambda: 1 << 40))
     for layer, size in sizes:
@@ -88,6 +89,7 @@ def made(
         for begin, end in planes(layer, size) if packed else ():
             layers.pieces.pack(layers.place(layer), layers.place(layer)[begin:end])
         layers.keep(layer)
+        copies.settle()  # On a GPU the next one is made behind it.
     return layers
 
 

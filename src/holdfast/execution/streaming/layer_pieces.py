@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -73,18 +74,18 @@ class LayerPieces:
         return found
 
     def put(self, layer: int, memory: torch.Tensor, place: torch.Tensor, copies: Copies) -> None:
-        """From its place, where it stays too, to where it waits."""
+        """From its place, where it is again once all that this launches is computed, to where it waits."""
         for half in self._halves[layer]:
-            half.pack(place)
+            copies.launch(partial(half.pack, place))
         for waiting, here in self.pairs(layer, memory, place, *BOTH):
             copies.now(here, waiting)
-        self.spread(layer, place, *BOTH)
+        copies.launch(partial(self.spread, layer, place, *BOTH))
 
     def fetch(self, layer: int, memory: torch.Tensor, place: torch.Tensor, copies: Copies) -> None:
-        """The reverse, at once."""
+        """The reverse."""
         for waiting, here in self.pairs(layer, memory, place, *BOTH):
             copies.now(waiting, here)
-        self.spread(layer, place, *BOTH)
+        copies.launch(partial(self.spread, layer, place, *BOTH))
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,8 @@ from holdfast.execution.gpu.memory.virtual_memory import DriverMemory, RangeErro
 
 
 class LayerRanges:
-    """`sizes`: bytes of every layer. There is memory behind none, and no slot, at first. Who changes what is behind a
-    layer has waited for all that uses it; what was there is lost. `memory`: the driver's."""
+    """`sizes`: bytes of every layer. There is memory behind none, and no slot, at first. Before memory goes from behind
+    a layer all that was launched is waited for; what was there is lost. `memory`: the driver's."""
 
     def __init__(self, sizes: Sequence[int], device: torch.device, memory: DriverMemory | None = None) -> None:
         self._memory = DriverMemory(device) if memory is None else memory
@@ -100,6 +100,8 @@ class LayerRanges:
 
     def drop(self, layer: int) -> None:
         """Nothing is behind it from now on; memory of its own is given back."""
+        if layer in self._own or layer in self._lent:
+            self._memory.wait()
         if layer in self._own:
             self._memory.unmap(self._at(layer), self._sizes[layer])
             self._memory.release(self._own.pop(layer))
@@ -116,7 +118,6 @@ class LayerRanges:
             return
         self._views.clear()
         with contextlib.suppress(RangeError, RuntimeError):  # A device that has failed takes nothing back.
-            self._memory.wait()
             for layer in (*self._own, *self._lent):
                 self.drop(layer)
             while self._slots:
