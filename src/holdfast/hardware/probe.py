@@ -251,11 +251,14 @@ def _physical(root: Path, processors: Iterable[int]) -> int:
 
 
 def _control_group_limit(root: Path) -> tuple[int, int] | None:
-    """(limit, in use and not droppable) of the tightest control group above this process; v2, then v1."""
+    """(limit, in use and not droppable) of the tightest control group above this process; v2, then v1. Beyond
+    memory.high, which Kubernetes sets below the limit of a container, nothing is killed, but all of it is slowed down
+    until it swaps."""
     shared = _mapped_shared_bytes(root)
     tightest: tuple[int, int] | None = None
     for folder in _control_group_folders(root, "memory"):
-        limit = _number(folder / "memory.max", folder / "memory.limit_in_bytes")
+        limits = (_number(folder / "memory.max", folder / "memory.limit_in_bytes"), _number(folder / "memory.high"))
+        limit = min((one for one in limits if one is not None), default=None)
         used = _number(folder / "memory.current", folder / "memory.usage_in_bytes")
         if limit is None or used is None or limit >= 1 << 60:
             continue

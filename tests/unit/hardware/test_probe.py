@@ -54,6 +54,17 @@ def test_the_tightest_group_above_wins_and_page_cache_does_not_count(tmp_path: P
     assert found.limited_by == "control group"
 
 
+@pytest.mark.parametrize(("most", "high", "limit"), [("max", GIB, GIB), (3 * GIB, 2 * GIB, 2 * GIB), (GIB, "max", GIB)])
+def test_what_a_group_is_slowed_down_beyond_is_its_limit(
+    tmp_path: Path, most: int | str, high: int | str, limit: int
+) -> None:
+    """As Kubernetes sets it below what a container is killed for."""
+    own_group(tmp_path, "0::/me\n")
+    group(tmp_path, "me", memory__max=str(most), memory__high=str(high), memory__current=str(GIB // 4))
+    found = hardware.memory(tmp_path)
+    assert (found.total_bytes, found.available_bytes) == (limit, limit - GIB // 4)
+
+
 def test_version_one_groups(tmp_path: Path) -> None:
     own_group(tmp_path, "5:cpu:/x\n4:memory:/box\n")
     group(tmp_path, "memory/box", memory__limit_in_bytes=str(GIB), memory__usage_in_bytes=str(GIB + 5))
