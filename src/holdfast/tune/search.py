@@ -34,6 +34,8 @@ SURE, LEAST_CHANCE = 0.1, 0.05
 """Of a server that died, how far it is taken for chance; and of any that was not tried, that it lives."""
 FIRST_STEPS = 2
 """Before anything is modelled, each axis is looked at so many steps up and down from the default."""
+LEADERS = 2
+"""Best values, around which each axis is looked at as well before a search ends: one of them may be luck."""
 FEWEST = 5
 """Runs before it may be said that no other is worth one."""
 
@@ -53,7 +55,7 @@ def search(
     known. Returns why it ended."""
     values = dict(known)
     ruled_out: set[int] = set()
-    waiting = _around(points, same_as)
+    waiting = _around(points, same_as, points[0])
     while True:
         left = [place for place in range(len(points)) if place not in values and place not in ruled_out]
         best = max((value for value in values.values() if value is not None), default=0.0)
@@ -70,19 +72,25 @@ def search(
         else:
             place, improvement = _most_promising(points, values, left, scatter())
             if best > 0 and improvement < WORTH * best and len(values) >= FEWEST:
-                return f"no other was expected to be {WORTH:.1%} better"
+                # What is worse beside the default may be better beside these: neighbours do not tell.
+                leaders = sorted(values, key=lambda one: values[one] or 0.0, reverse=True)[:LEADERS]
+                near = dict.fromkeys(one for leader in leaders for one in _around(points, same_as, points[leader]))
+                waiting = [one for one in near if one in left]
+                if not waiting:
+                    return f"no other was expected to be {WORTH:.1%} better"
+                place = waiting.pop(0)
         values[place] = measure(place)
 
 
-def _around(points: Sequence[Point], same_as: Mapping[Point, int]) -> list[int]:
-    """On each axis alone, some steps below and above the default."""
-    start, found = points[0], list[int]()
+def _around(points: Sequence[Point], same_as: Mapping[Point, int], start: Point) -> list[int]:
+    """On each axis alone, some steps below and above this one."""
+    found = list[int]()
     for axis in range(len(start)):
         for step in (-FIRST_STEPS, FIRST_STEPS):
             nearest = range(step, 0, 1 if step < 0 else -1)
             tried = ((*start[:axis], start[axis] + away, *start[axis + 1 :]) for away in nearest)
-            place = next((same_as[point] for point in tried if point in same_as), 0)
-            if place and place not in found:
+            place = next((same_as[point] for point in tried if point in same_as), None)
+            if place is not None and place not in found and points[place] != start:
                 found.append(place)
     return found
 

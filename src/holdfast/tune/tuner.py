@@ -31,8 +31,8 @@ FASTEST = 64.0
 FINALISTS = 3
 RACE_SHARE = 0.4
 """Of what is left of the time, at most, that the finalists are told apart in."""
-DOUBT = 1.28
-"""Standard errors within which another finalist may be the best: one chance in ten beyond them."""
+DOUBT = 1.64
+"""Standard errors within which another finalist may be the best: one chance in twenty beyond them."""
 PROOF_SHARE = 0.5
 """Of the time, at most, that is kept for proving the gain."""
 ALIKE = 0.01
