@@ -102,7 +102,6 @@ class CudaCopies:
         self._device, self._stream, self._back = device, torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._bytes, self._back_bytes, self._began_s = 0, 0, time.monotonic()
         self._busy, self._stalled, self._back_busy = _Timed(), _Timed(), _Timed()
-        self._behind = torch.zeros(1, device=device)
         self._schedule: LinkSchedule[_LaterCopy] = LinkSchedule() if schedule is None else schedule
         self._pending: dict[int, _LaterCopy] = {}
         """By the marks that they will pass: an event that was never recorded counts as passed."""
@@ -128,7 +127,7 @@ class CudaCopies:
     def launch(self, work: Callable[[], None]) -> None:
         work()
         # A product that is launched early reads weights while the kernel before it ends, which must not be this work.
-        self._behind.zero_()
+        torch.zeros(1, device=self._device)
 
     def _send(
         self, pieces: Sequence[Piece], after: torch.cuda.Event, done: Sequence[torch.cuda.Event], *, due: bool

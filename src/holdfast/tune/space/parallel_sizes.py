@@ -1,7 +1,7 @@
-"""Sizes of parallelism that are worth a look on a machine, and why others are not: GPUs for vLLM, engines of ours one a
-GPU, ranks on a CPU where it has several memories. What a size needs, and whether a model divides so, the planner says.
+"""Sizes of parallelism that are worth a look on a machine, and why others are not: GPUs, or
+ranks on a CPU where it has several memories. What a size needs, and whether a model divides so, the planner says.
 
-    several GPUs             vLLM: -tp, -pp, -dp; Holdfast: -dp alone so far
+    several GPUs             -tp, -pp, -dp, together no more than there are
     a CPU, several memories  -tp, -pp, -dp, up to one rank for each of them
     a CPU, one memory        -dp, where each engine would still have some cores: ranks would read the same memory, and
                              add up what they computed on top
