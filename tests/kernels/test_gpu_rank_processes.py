@@ -189,6 +189,27 @@ def test_a_rank_that_ended_before_ranks_were_joined_is_not_awaited() -> None:
     assert told == ["give up"] * 2
 
 
+@pytest.mark.parametrize("failed", [False, True])
+def test_ranks_leave_when_nothing_reads_their_memory_any_more(failed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that were launched, and that nobody reads. What has failed reads nothing."""
+    order = list[str]()
+
+    def synchronize(device: torch.device) -> None:
+        order.append(f"{device} is waited for")
+        if failed:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def told(*names: str) -> Any:
+        return SimpleNamespace(**{name: lambda name=name: order.append(name) for name in names})
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    runner, group, link = told("close"), told("close"), told("give_up", "leave")
+    runner.device, group.size, group.settled_adapters = torch.device("cuda", 1), 2, lambda waited_s: []
+    group.spread = SimpleNamespace(nodes=1)
+    RankedGpuRunner(runner, group, link).close()
+    assert order == ["give_up", "cuda:1 is waited for", "close", "close", "leave"]
+
+
 def follower_with(runner: Any) -> Any:
     follower: Any = object.__new__(GpuFollower)
     follower._member, follower._asked = SimpleNamespace(runner=runner), AskedPlaces()

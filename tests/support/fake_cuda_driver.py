@@ -3,6 +3,7 @@ refuses what CUDA refuses, and poisons what is not mapped, so that whoever reads
 
 from __future__ import annotations
 
+import signal
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,8 @@ POISON = 0xFF
 
 
 class FakeDriver:
-    """`fail`: the next call of that name does not succeed. `memory_bytes`: of the GPU, for all pieces together."""
+    """`fail`: the next call of that name does not succeed. `interrupt`: Ctrl-C comes in the next of that name, which
+    succeeds. `memory_bytes`: of the GPU, for all pieces together."""
 
     CUmemAccessDesc = SimpleNamespace
     CUmemAllocationType = SimpleNamespace(CU_MEM_ALLOCATION_TYPE_PINNED=1)
@@ -34,6 +36,7 @@ class FakeDriver:
         self.mapped: dict[int, tuple[int, int]] = {}
         self.accessible: dict[int, int] = {}
         self.fail: str | None = None
+        self.interrupt: str | None = None
         self._next, self._memory = 0, torch.empty(0, dtype=torch.uint8)
 
     @staticmethod
@@ -46,6 +49,12 @@ class FakeDriver:
         self.fail = None
         return True
 
+    def _done(self, name: str, *values: int) -> tuple[int, ...]:
+        if self.interrupt == name:
+            self.interrupt = None
+            signal.raise_signal(signal.SIGINT)
+        return 0, *values
+
     def cuMemGetAllocationGranularity(self, properties: Any, flag: int) -> tuple[int, ...]:
         return 0, self.granule
 
@@ -57,7 +66,7 @@ class FakeDriver:
     def cuMemAddressFree(self, at: int, nbytes: int) -> tuple[int, ...]:
         assert not self.mapped
         assert self.reserved.pop(at) == nbytes
-        return (0,)
+        return self._done("free")
 
     def cuMemCreate(self, nbytes: int, properties: Any, flags: int) -> tuple[int, ...]:
         assert nbytes % self.granule == 0
@@ -65,14 +74,14 @@ class FakeDriver:
             return OUT_OF_MEMORY, 0
         self._next += 1
         self.handles[self._next] = nbytes
-        return 0, self._next
+        return self._done("create", self._next)
 
     def cuMemMap(self, at: int, nbytes: int, offset: int, handle: int, flags: int) -> tuple[int, ...]:
         if self._fails("map") or at in self.mapped:
             return (self.INVALID,)
         assert self.handles[handle] == nbytes
         self.mapped[at] = (nbytes, handle)
-        return (0,)
+        return self._done("map")
 
     def cuMemSetAccess(self, at: int, nbytes: int, access: Any, count: int) -> tuple[int, ...]:
         if self._fails("access"):
@@ -84,7 +93,7 @@ class FakeDriver:
             self.bytes_at(at, size).fill_(0x11)  # Whatever was there before.
             at += size
         assert at == end
-        return (0,)
+        return self._done("access")
 
     def cuMemUnmap(self, at: int, nbytes: int) -> tuple[int, ...]:
         if at not in self.mapped:
@@ -92,12 +101,12 @@ class FakeDriver:
         assert self.mapped.pop(at)[0] == nbytes
         self.accessible.pop(at, None)
         self.bytes_at(at, nbytes).fill_(POISON)
-        return (0,)
+        return self._done("unmap")
 
     def cuMemRelease(self, handle: int) -> tuple[int, ...]:
         assert handle not in {held for _, held in self.mapped.values()}
         del self.handles[handle]
-        return (0,)
+        return self._done("release")
 
     def bytes_at(self, at: int, nbytes: int) -> torch.Tensor:
         first = at - self._memory.data_ptr()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -100,6 +100,66 @@ def test_ctrl_c_before_any_line_leaves_nobody_waiting(host: ExpertHost, monkeypa
         compute()
         host.check()
         assert replies(host) == [int(host.exchanges[0].step)] * LAYERS
+
+
+def looked_at(monkeypatch: pytest.MonkeyPatch, reached: Callable[[int], bool]) -> list[int]:
+    """A device that has come to the step, or not yet, when it is asked for the first time, the second, ...; patience
+    has ended between two of them. Returns the times it was asked so far."""
+    times = list[int]()
+
+    def look() -> bool:
+        times.append(len(times) + 1)
+        return reached(times[-1])
+
+    monkeypatch.setattr(expert_host, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(expert_host, "computed_so_far", lambda device: look)
+    return times
+
+
+def launched(host: ExpertHost) -> None:
+    with host.step(1):
+        pass
+    while host._answered != host._number:
+        time.sleep(0.001)
+
+
+def test_the_gpu_may_compute_other_steps_for_longer_than_the_host_is_patient(
+    host: ExpertHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long prompt, over a slow link."""
+
+    def reached(time: int) -> bool:
+        if time == 4:
+            for exchange in host.exchanges:
+                exchange.request.fill_(1)
+        return time == 4
+
+    times = looked_at(monkeypatch, reached)
+    launched(host)
+    host.check()
+    assert (replies(host), times) == ([1] * LAYERS, [1, 2, 3, 4])
+
+
+def test_a_gpu_that_has_come_to_a_step_and_does_not_ask_is_not_waited_for(
+    host: ExpertHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = looked_at(monkeypatch, lambda time: time == 3)
+    launched(host)
+    with pytest.raises(EngineError, match="HF445"):
+        host.check()
+    assert times == [1, 2, 3]
+
+
+def test_a_gpu_that_stops_in_the_middle_of_a_step_is_not_waited_for(
+    host: ExpertHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is what it asked for computed twice."""
+    times = looked_at(monkeypatch, lambda time: False)
+    host.exchanges[0].request.fill_(1)
+    launched(host)
+    with pytest.raises(EngineError, match="could not compute layer 1 of those"):
+        host.check()
+    assert times == [1]
 
 
 def test_layers_that_are_not_asked_for_are_left_out(host: ExpertHost) -> None:

@@ -15,8 +15,9 @@ from simulated_copies import QueuedCopies, SimulatedCopies, unpinned_memory
 from holdfast.errors import EngineError
 from holdfast.execution import native
 from holdfast.execution.gpu.batch_sizes import padded
-from holdfast.execution.streaming import host_mlps
+from holdfast.execution.streaming import expert_host, host_mlps
 from holdfast.execution.streaming.device_layers import DeviceLayers
+from holdfast.execution.streaming.expert_exchange import LayerExchange
 from holdfast.execution.streaming.host_mlps import HostMlps, MlpOffer
 from holdfast.footprint.streamed import hosted_layers, speedup, streamed_layers
 from holdfast.records import LinkUse
@@ -231,6 +232,32 @@ def test_a_step_of_few_tokens_leaves_second_halves_where_they_are(
     hosts.close()
     with pytest.raises(EngineError, match="HF445"):
         hosts.check()
+
+
+def test_a_long_step_before_one_of_few_tokens_may_take_its_time(
+    layers: DeviceLayers, mlp: native.ExpertLayer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All layers come over the link for it, before the host is asked for anything."""
+    monkeypatch.setattr(host_mlps, "measure_layers", lambda *given: 1e-9)
+    monkeypatch.setattr(expert_host, "PATIENCE_S", 0.05)
+    asked, times = list[LayerExchange](), list[int]()
+
+    def reached() -> bool:
+        times.append(len(times) + 1)
+        if len(times) == 3:
+            for exchange in asked:
+                exchange.request.copy_(exchange.step)
+        return len(times) == 3
+
+    monkeypatch.setattr(expert_host, "computed_so_far", lambda device: reached)
+    hosts = decided(layers, GIB, mlp)
+    assert hosts.joined is not None
+    asked += hosts.joined.exchanges.values()
+    with hosts.step(1):
+        pass
+    hosts.close()
+    hosts.check()
+    assert times == [1, 2, 3]
 
 
 @pytest.mark.parametrize("sequences", [1, 3, 6, 20])

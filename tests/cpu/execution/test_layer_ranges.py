@@ -8,7 +8,9 @@ import random
 import pytest
 import torch
 from aliased_memory import NEW, POISON, AliasedMemory
+from ctrl_c import Lines, ctrl_c
 
+from holdfast.execution.gpu.memory import layer_ranges
 from holdfast.execution.gpu.memory.layer_ranges import LayerRanges
 from holdfast.execution.gpu.memory.virtual_memory import RangeError
 
@@ -84,6 +86,46 @@ def test_any_order_of_changes_leaks_nothing(seed: int) -> None:
         assert sum(memory.handles.values()) == ranges.own_bytes + ranges.slots_bytes
     ranges.close()
     assert (memory.handles, memory.mapped) == ({}, {})
+
+
+def changed(at: int) -> Lines:
+    """Until Ctrl-C comes before that line; then others, and it is closed."""
+    memory = AliasedMemory()
+    ranges = LayerRanges([2 * PAGE, 3 * PAGE, PAGE], CPU, memory)
+    with ctrl_c(layer_ranges, at) as lines:
+        ranges.add_slot()
+        ranges.add_slot()
+        ranges.own(0)
+        ranges.lend(1, 0)
+        ranges.lend(0, 1)
+        ranges.lend(0, 0)
+        ranges.own(1)
+        ranges.drop(1)
+        ranges.drop_slot()
+        ranges.own(2)
+        ranges.drop(0)
+    assert sum(memory.handles.values()) == ranges.own_bytes + ranges.slots_bytes
+    for layer in range(3):
+        ranges.own(layer)
+        ranges.view(layer).fill_(layer)
+    while ranges.slots:
+        ranges.drop_slot()
+    ranges.add_slot()
+    ranges.lend(1, 0)
+    assert sum(memory.handles.values()) == ranges.own_bytes + ranges.slots_bytes == 6 * PAGE
+    with ctrl_c(layer_ranges, at - lines.count) as closing:
+        ranges.close()
+    ranges.close()
+    assert (memory.handles, memory.mapped, memory.reserved) == ({}, {}, {})
+    lines.count += closing.count
+    return lines
+
+
+def test_ctrl_c_before_any_line_leaves_books_as_the_driver_has_them() -> None:
+    count = changed(0).count
+    assert count > 80
+    for at in range(1, count + 1):
+        changed(at)
 
 
 def test_what_nothing_lies_behind_reads_as_poison() -> None:

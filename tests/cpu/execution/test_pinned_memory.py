@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import gc
 import mmap
 import os
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -359,6 +361,38 @@ def test_addresses_that_the_driver_still_has_are_nobodys_again(way: str, monkeyp
     address = at(refused=True)
     assert is_mapped(address)
     assert address in [piece.data_ptr() for piece in kept]
+
+
+def test_what_is_collected_by_the_thread_that_pins_it_stays_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of an engine whose start failed may be. The thread cannot wait for itself, and is amid a piece."""
+    kept, freed, failed = list[torch.Tensor](), list[int](), list[object]()
+    monkeypatch.setattr(pinned_memory, "_kept", kept)
+    monkeypatch.setattr(sys, "unraisablehook", failed.append)
+    cycles, go, addresses = list[object](), threading.Event(), list[int]()
+
+    def pin(address: int, nbytes: int) -> int:
+        assert go.wait(PATIENCE_S)
+        addresses.append(address)
+        if cycles:
+            cycles.clear()
+            gc.collect()
+        return 0
+
+    def begun() -> PinnedMemory:
+        return PinnedMemory(
+            [16 * PAGE] * 4, GPU, pin=pin, unpin=lambda given, _: freed.extend(given), background=range(4)
+        )
+
+    cycles += [cycles, begun()]
+    (pinning,) = (one for one in threading.enumerate() if one.name == "pinning")
+    go.set()
+    pinning.join(PATIENCE_S)
+    assert not pinning.is_alive()
+    gc.collect()
+    assert (freed, failed) == ([], [])
+    assert len(kept) == 4
+    assert set(addresses) <= {piece.data_ptr() for piece in kept}
+    assert all(is_mapped(address) for address in addresses)
 
 
 @pytest.mark.parametrize("closed", [True, False])

@@ -62,6 +62,36 @@ def test_a_device_that_has_failed_keeps_nobody_from_closing(monkeypatch: pytest.
     assert (freed, one.mapped_bytes) == ([10 * GRANULE], 0)
 
 
+@pytest.mark.parametrize("call", ["create", "map", "access", "unmap", "release", "free"])
+def test_ctrl_c_in_a_call_that_succeeds_leaves_books_as_the_driver_has_them(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever goes on with the same pool resizes it again, and closes it."""
+    granule = 1 << 12
+    monkeypatch.setattr(virtual_memory, "PIECE_BYTES", 1 << 16)
+    layout = KVLayout(
+        groups=form_groups([None])[0], block_tokens=4, layers_per_page=3, kv_heads=2, head_dim=16, element_bytes=2
+    )
+    driver = FakeDriver(granule)
+    pool = fake_kv_range(layout, 600, torch.float16, driver)
+    pool.resize(150)
+    changes = [lambda: pool.resize(500), lambda: pool.resize(50), pool.close]
+    changes = {"unmap": changes[1:], "release": changes[1:], "free": changes[2:]}.get(call, changes[:1])
+    for change in changes:
+        driver.interrupt = call
+        with pytest.raises(KeyboardInterrupt):
+            change()
+        held = sum(size for size, _ in driver.mapped.values())
+        assert held == sum(driver.handles.values()) == sum(driver.accessible.values()) == pool.nbytes
+        assert pool.nbytes >= pool.blocks * layout.page_bytes or not driver.reserved
+    if driver.reserved:
+        for blocks in (600, 2):
+            pool.resize(blocks)
+            assert pool.nbytes == pool.backed_bytes(blocks) == sum(driver.handles.values())
+    pool.close()
+    assert driver.reserved == driver.handles == driver.mapped == {}
+
+
 def test_memory_that_ends_after_some_pieces_changes_nothing() -> None:
     one, driver = made(100 * GRANULE)
     one.back(20 * GRANULE)

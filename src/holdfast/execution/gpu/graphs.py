@@ -105,11 +105,12 @@ class DecodeGraphs:
         torch.cuda.synchronize(self._device)
         # What other threads of the process do with the GPU meanwhile is no business of this graph.
         with torch.cuda.stream(self._side), _collector_held():
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
+            try:  # Ctrl-C may come when it has begun: all that this stream is given later would be captured.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 self._run(size, work, adapted)
             except BaseException:
-                with contextlib.suppress(RuntimeError):  # What went wrong first is what is said.
+                # What went wrong first is what is said; where nothing had begun, there is nothing to end.
+                with contextlib.suppress(RuntimeError):
                     graph.capture_end()
                 raise
             graph.capture_end()

@@ -10,7 +10,7 @@ Knows nothing of GPUs: whoever writes requests is one.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy
@@ -26,11 +26,13 @@ from holdfast.footprint.experts import EXCHANGE_BUFFERS, LINE_BYTES, ExchangeLay
 MOST_TOKENS = 256
 """In a step: as many rows as compiled pieces of products have room for."""
 PATIENCE_S = 10.0
-"""For a layer's request. The GPU may have a long step of many tokens before this one."""
+"""For a layer's request, once the GPU has come to the step."""
 MEASURED_STEPS = 3
 """After one that warms up."""
 LAST_STEP = 2**31 - 1
 """After it comes 1 again."""
+NO_MEMORY, NOT_ASKED = 1, 2
+"""As host_experts.h numbers them."""
 _NUMBERS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
@@ -135,41 +137,49 @@ class HostExperts:
         return self._room.nbytes + self._described.nbytes + sum(uses.nbytes for uses in self.uses)
 
     def serve(
-        self, step: int, tokens: int, patience_s: float = PATIENCE_S, layers: tuple[int, ...] | None = None
+        self,
+        step: int,
+        tokens: int,
+        patience_s: float = PATIENCE_S,
+        layers: tuple[int, ...] | None = None,
+        reached: Callable[[], bool] = lambda: True,
     ) -> Served:
         """Computes for all layers of a step as they are asked for, and returns after the last reply. An EngineError
         when a layer is not asked for in time: the step cannot be finished then, nor can another be served. `layers`:
-        the numbers of those that it asks for; None: all."""
+        the numbers of those that it asks for; None: all. `reached`: whether the GPU has come to this step by now. Until
+        then the first layer is waited for, however long the steps before it take."""
         if not 1 <= step <= LAST_STEP or not 1 <= tokens <= self._tokens:
             raise ValueError(f"step {step} of {tokens} tokens; there is room for {self._tokens}")
         if layers != self._asked:
             self._asked, self._described_asked = layers, self._described[list(layers or ())]
         described = self._described if layers is None else self._described_asked
-        result, layer, waited_ns, computed_ns, pairs = self._kernels.serve(
-            described.ctypes.data,
-            len(described),
-            *self._numbers[2:],
-            self._room.data_ptr(),
-            self._room.nbytes,
-            step,
-            tokens,
-            int(patience_s * 1e9),
-            threads(),
-        )
+        there, result, layer = False, NOT_ASKED, 0
+        while not there and result == NOT_ASKED and layer == 0:  # Nothing was computed so far.
+            there = reached()  # Before it is waited: all of the patience is the step's own.
+            result, layer, waited_ns, computed_ns, pairs = self._kernels.serve(
+                described.ctypes.data,
+                len(described),
+                *self._numbers[2:],
+                self._room.data_ptr(),
+                self._room.nbytes,
+                step,
+                tokens,
+                int(patience_s * 1e9),
+                threads(),
+            )
         if result != 0:
             raise _failure(result, layer, patience_s)
         return Served(pairs=pairs, waited_s=waited_ns / 1e9, computed_s=computed_ns / 1e9)
 
 
 def _failure(result: int, layer: int, patience_s: float) -> EngineError:
-    """As host_experts.h numbers them."""
     what = f"the host could not compute layer {layer} of those that it computes for the GPU"
     fix = "--cpu-compute off; a GPU that stopped is named by `nvidia-smi` and `dmesg | grep -i xid`"
-    if result == 1:
+    if result == NO_MEMORY:
         return EngineError(
             what, code="HF445", needed="scratch memory for its threads", found="none", fix="a larger --ram"
         )
-    if result == 2:
+    if result == NOT_ASKED:
         needed = f"the GPU's request within {patience_s:g} s"
         return EngineError(what, code="HF445", needed=needed, found="no request: the GPU stopped, or hangs", fix=fix)
     return EngineError(

@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import torch
@@ -26,15 +26,30 @@ from holdfast.footprint.experts import ExchangeLayout
 from holdfast.held_interrupts import interrupts_put_off
 
 PATIENCE_S = 60.0
-"""For a layer's request: kernels are compiled between layers when they are first used. The GPU waits as long."""
+"""For a layer's request, once the GPU has come to the step: kernels are compiled between layers when they are first
+used. The GPU waits as long."""
 MEASURED_STEPS = 3
 GIVEN_UP_LOOK_S = 0.001
 LAST_STEP = 2**31 - 1
 """After it comes 1 again."""
 
 
-Asked = queue.SimpleQueue[tuple[int, int, tuple[int, ...] | None] | None]
-"""Steps: number, tokens, and the layers that it asks for; None: it is over."""
+Asked = queue.SimpleQueue[tuple[int, int, tuple[int, ...] | None, Callable[[], bool]] | None]
+"""Steps: number, tokens, the layers that it asks for, and whether the GPU has come to it; None: it is over."""
+
+
+def computed_so_far(device: torch.device) -> Callable[[], bool]:
+    """Whether the device has computed all that was launched before this call. May be asked by another thread."""
+    if device.type != "cuda":
+        return lambda: True
+    done = torch.cuda.Event()
+    done.record(torch.cuda.current_stream(device))
+
+    def computed() -> bool:
+        with torch.cuda.device(device):  # The thread that asks has another, which it would begin to use.
+            return bool(done.query())
+
+    return computed
 
 
 class ExpertHost:
@@ -140,7 +155,8 @@ class ExpertHost:
                 with interrupts_put_off():  # Who was told is told of the end, too.
                     self._number = number
                     self._step.fill_(number)
-                    self._asked.put((number, tokens, layers))
+                    # A long step may be computed before this one, which is none of the host's patience.
+                    self._asked.put((number, tokens, layers, computed_so_far(self._device)))
                     told = True
                 yield
             except BaseException:
@@ -161,19 +177,19 @@ class ExpertHost:
         while self._answered != number and self._thread.is_alive():
             time.sleep(GIVEN_UP_LOOK_S)
 
-    def answer(self, number: int, tokens: int, layers: tuple[int, ...] | None) -> None:
+    def answer(self, number: int, tokens: int, layers: tuple[int, ...] | None, reached: Callable[[], bool]) -> None:
         """A step's layers; by the thread alone."""
         if self._error is None:
-            self._compute(number, tokens, layers)
+            self._compute(number, tokens, layers, reached)
         if self._error is not None:
             # Whoever reads the step looks at the error first; the GPU shall not wait until then.
             for layer in range(self._exchange.layout.layers):
                 self._exchange.reply(layer).fill_(number)
         self._answered = number
 
-    def _compute(self, number: int, tokens: int, layers: tuple[int, ...] | None) -> None:
+    def _compute(self, number: int, tokens: int, layers: tuple[int, ...] | None, reached: Callable[[], bool]) -> None:
         try:
-            served = self._experts.serve(number, tokens, PATIENCE_S, layers)
+            served = self._experts.serve(number, tokens, PATIENCE_S, layers, reached)
         except Exception as error:
             self._error = error
             return

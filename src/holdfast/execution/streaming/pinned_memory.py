@@ -72,8 +72,8 @@ def forget_error(device: torch.device) -> None:
 
 
 _kept: list[torch.Tensor] = []
-"""What the driver did not unpin. Whoever was given the same addresses next, be it for numbers that are copied to a GPU
-once, would have the old pages copied in place of its own, without an error: so nobody is."""
+"""What the driver did not unpin, or could not be asked to. Whoever was given the same addresses next, be it for numbers
+that are copied to a GPU once, would have the old pages copied in place of its own, without an error: so nobody is."""
 
 
 def unregister(addresses: Sequence[int], device: torch.device) -> list[int]:
@@ -295,6 +295,9 @@ def _give_back(
     pieces: Sequence[torch.Tensor],
 ) -> None:
     stop.set()
+    if threading.current_thread() in threads:  # The collector runs there, maybe amid a piece: nobody can wait for it.
+        _kept.extend(pieces)
+        return
     for thread in threads:
         thread.join()
     if unpin(pinned, device):

@@ -5,17 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from holdfast.engine.core.loop import StepHandle, StepRunner
+from holdfast.engine.core.loop import StepHandle
 from holdfast.engine.ranks.group import RankGroup
 from holdfast.engine.ranks.runner import RankedRunner
+from holdfast.execution.gpu.memory.oom import finish
+from holdfast.execution.gpu.runner import GpuRunner
 from holdfast.execution.parallel.gpu.link import GpuRankLink
 from holdfast.records import StepPlan, StepResult, TokenMasks
 
 
 class RankedGpuRunner(RankedRunner):
-    def __init__(self, runner: StepRunner, group: RankGroup, link: GpuRankLink) -> None:
+    def __init__(self, runner: GpuRunner, group: RankGroup, link: GpuRankLink) -> None:
         super().__init__(runner, group)
-        self._link = link
+        self._link, self._device = link, runner.device
 
     def submit(self, plan: StepPlan, masks: TokenMasks | None = None) -> StepHandle:
         try:
@@ -30,6 +32,7 @@ class RankedGpuRunner(RankedRunner):
 
     def close(self) -> None:
         self._link.give_up()  # Whatever waits on the GPU for ranks that leave.
+        finish(self._device)  # What no longer waits still reads their memory, which goes with them.
         super().close()
         self._link.leave()
 

@@ -9,6 +9,7 @@ import torch
 
 from holdfast.errors import EngineError
 from holdfast.execution.gpu.memory.virtual_memory import ReservedRange
+from holdfast.held_interrupts import interrupts_put_off
 from holdfast.kvcache.groups import KVLayout
 
 
@@ -53,6 +54,7 @@ class KVRange:
         within = nbytes if self._range is None else self._range.largest_within(nbytes)
         return min(self.most_blocks, within // self.layout.page_bytes)
 
+    @interrupts_put_off()
     def resize(self, blocks: int) -> None:
         """So many pages, the null page included. What pages behind them held is lost, once all that was launched is
         done. Raises RangeError and changes nothing where memory for more is not there."""

@@ -6,7 +6,8 @@ memory of its own, or a slot's, which any number of layers have behind them at o
     memory       [ own 0 ]         [ slot 0 ]──────          [ own 4 ]        layers 1 and 3 take turns in it
                                   (2: own)
 
-So a layer comes to stay, or leaves, without any tensor, descriptor or graph being made again. Copies nothing.
+So a layer comes to stay, or leaves, without any tensor, descriptor or graph being made again. Copies nothing. Ctrl-C
+waits until the books say what the driver has.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 
 from holdfast.execution.gpu.memory.virtual_memory import DriverMemory, RangeError
+from holdfast.held_interrupts import interrupts_put_off
 
 
 class LayerRanges:
@@ -59,6 +61,7 @@ class LayerRanges:
             self._views[layer] = self._memory.view(self._at(layer), self._sizes[layer])
         return self._views[layer]
 
+    @interrupts_put_off()
     def own(self, layer: int) -> None:
         """Memory of its own. Raises RangeError where there is too little: then nothing is behind it."""
         if layer in self._own:
@@ -72,6 +75,7 @@ class LayerRanges:
             raise
         self._own[layer] = handle
 
+    @interrupts_put_off()
     def lend(self, layer: int, slot: int) -> None:
         """A slot, in place of memory of its own, which is given back."""
         if self._lent.get(layer) == slot:
@@ -80,10 +84,12 @@ class LayerRanges:
         self._back(layer, self.slot_bytes, self._slots[slot])
         self._lent[layer] = slot
 
+    @interrupts_put_off()
     def add_slot(self) -> None:
         """Raises RangeError and changes nothing where there is too little."""
         self._slots.append(self._memory.create(self.slot_bytes))
 
+    @interrupts_put_off()
     def drop_slot(self) -> None:
         """The last, which no layer has behind it."""
         assert len(self._slots) - 1 not in self._lent.values(), "no layer has it"
@@ -98,6 +104,7 @@ class LayerRanges:
             self._memory.unmap(self._at(layer), nbytes)
             raise
 
+    @interrupts_put_off()
     def drop(self, layer: int) -> None:
         """Nothing is behind it from now on; memory of its own is given back."""
         if layer in self._own or layer in self._lent:
@@ -113,6 +120,7 @@ class LayerRanges:
         assert self._address is not None, "it is closed"
         return self._address + layer * self.slot_bytes
 
+    @interrupts_put_off()
     def close(self) -> None:
         if self._address is None:
             return

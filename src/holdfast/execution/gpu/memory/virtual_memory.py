@@ -8,6 +8,8 @@ driver maps at once it unmaps at once, so memory comes in pieces, and the last o
     ├────┼────┼─────────┼───────────────────┼───  ...  ──┼──────┼─────┤- - - - - - - - reserved - - - - - - -┤
                                                            ▲          ▲ mapped
                                                            └ cut(100 MiB) leaves all of this piece
+
+Ctrl-C waits until the books say what the driver has: who goes on would unmap a piece twice, or lose one.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any
 import torch
 
 from holdfast.errors import EngineError
+from holdfast.held_interrupts import interrupts_put_off
 
 
 def _driver(device: torch.device) -> Any:
@@ -139,6 +142,7 @@ class ReservedRange:
     def _ends(self) -> Iterator[int]:
         return accumulate(size for _, size in self._pieces)
 
+    @interrupts_put_off()
     def back(self, nbytes: int) -> None:
         """Memory behind at least the first `nbytes`. Raises RangeError and changes nothing when there is too little."""
         first, end = self.mapped_bytes, self._memory.whole(nbytes)
@@ -172,6 +176,7 @@ class ReservedRange:
         self._pieces.append((handle, nbytes))
         self.mapped_bytes += nbytes
 
+    @interrupts_put_off()
     def cut(self, nbytes: int) -> None:
         """Gives back every piece that lies behind the first `nbytes`; what it held is lost. Nothing that was launched
         may still use it: it is waited for. Reading or writing there is a fault from then on."""
@@ -194,6 +199,7 @@ class ReservedRange:
         assert self._address is not None
         return self._memory.view(self._address, self.reserved_bytes)
 
+    @interrupts_put_off()
     def close(self) -> None:
         if self._address is None:
             return
