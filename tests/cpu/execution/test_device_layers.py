@@ -21,7 +21,7 @@ from simulated_copies import QueuedCopies, SimulatedCopies, unpinned_memory
 
 from holdfast.errors import EngineError
 from holdfast.execution.gpu.memory.layer_ranges import LayerRanges
-from holdfast.execution.streaming import device_layers
+from holdfast.execution.streaming import device_layers, layer_pieces
 from holdfast.execution.streaming.device_layers import DeviceLayers
 from holdfast.execution.streaming.disk import layer_file
 from holdfast.execution.streaming.disk.layer_file import LayerFile, ReadInto
@@ -89,7 +89,6 @@ def made(
         for begin, end in planes(layer, size) if packed else ():
             layers.pieces.pack(layers.place(layer), layers.place(layer)[begin:end])
         layers.keep(layer)
-        copies.settle()  # On a GPU the next one is made behind it.
     return layers
 
 
@@ -430,6 +429,50 @@ def test_ctrl_c_before_any_line_leaves_no_layer_half_arrived(tmp_path) -> None:
         layers.change((0, 1))
         lines = max(lines, struck.count)
     assert 10 < lines < 200, "each of them was one"
+    layers.close()
+
+
+def leaves(seed: int, tmp_path: Path) -> tuple[QueuedCopies, DeviceLayers, Reader]:
+    """All but one layer stay, packed, and have nowhere to wait yet."""
+    by_layer = [2 * PAGE + 64 * layer for layer in range(6)]
+    placed = beside_gpu(streamed_layers(by_layer, 1, 0), by_layer)
+    placed = replace(placed, saved=less(placed.all_sizes))
+    copies = QueuedCopies(seed)
+    layers = made(placed, copies, tmp_path, driver=AliasedMemory(), packed=True)
+    return copies, layers, Reader(layers, placed, copies, packed=True)
+
+
+@pytest.mark.parametrize("at", [*range(1, 60, 2), 400])
+def test_ctrl_c_while_layers_are_packed_leaves_those_that_stay_whole(at: int, tmp_path) -> None:
+    copies, layers, reader = leaves(at, tmp_path)
+    with ctrl_c(layer_pieces, at) as struck:
+        layers.change((1, 2, 4))
+    assert (struck.count > 60) == (at == 400), "the first ones come before it is over"
+    reader.step(6)
+    layers.change((1, 2, 4))
+    reader.step(6)
+    copies.run_all()
+    layers.close()
+
+
+@pytest.mark.parametrize("nth", range(1, 8))
+def test_a_layer_that_cannot_be_copied_to_where_it_would_wait_stays_whole(nth: int, tmp_path, monkeypatch) -> None:
+    copies, layers, reader = leaves(nth, tmp_path)
+    before, now, count = layers.streamed, copies.now, 0
+
+    def no_more(source: torch.Tensor, target: torch.Tensor) -> None:
+        nonlocal count
+        count += 1
+        if count == nth:
+            raise KeyboardInterrupt
+        now(source, target)
+
+    monkeypatch.setattr(copies, "now", no_more)
+    with pytest.raises(KeyboardInterrupt):
+        layers.change((1, 2, 4))
+    assert layers.streamed == before
+    reader.step(6)
+    copies.run_all()
     layers.close()
 
 
