@@ -9,9 +9,10 @@ import threading
 import weakref
 from collections.abc import Sequence
 from functools import partial
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
+import simulated_copies
 import torch
 from ctrl_c import ctrl_c
 from simulated_copies import QueuedCopies, unpinned_memory
@@ -208,6 +209,28 @@ def test_ctrl_c_before_any_line_leaves_all_experts_whole(seed: int, monkeypatch:
     assert torch.equal(placed.experts.places, placed.experts._counted.places)
     assert placed.experts.expert_use().swaps > 0
     placed.experts.close()
+
+
+@pytest.mark.parametrize("module", [device_experts, simulated_copies], ids=["experts", "copies"])
+def test_ctrl_c_before_any_line_leaves_no_copy_that_few_tokens_do_not_wait_for(module: ModuleType) -> None:
+    """What they fetch lies in slots."""
+    for at in range(1, 2000):
+        copies = QueuedCopies(at)
+        placed = Placed(in_threes(4), copies)
+        with ctrl_c(module, at) as struck:
+            placed.step(4, 9)
+        with placed.experts.step(2):
+            placed.experts.begin(3, 2)
+            for slot in placed.experts._slots:
+                copies.launch(partial(slot.tensor.fill_, 7))
+        while copies._computing and copies._step(copies._computing):
+            pass
+        copies.run_all()
+        assert all(int(slot.tensor.min()) == int(slot.tensor.max()) == 7 for slot in placed.experts._slots), at
+        placed.experts.close()
+        if struck.count < at:
+            break
+    assert 20 < at < 1999, "each of them was one"
 
 
 def some_swap(uses: ExpertUses, rng: random.Random) -> Swap:

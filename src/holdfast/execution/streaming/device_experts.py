@@ -274,10 +274,12 @@ class DeviceExperts:
 
     def _ask(self, layer: int) -> None:
         slot = self._slot(layer)
-        slot.layer = None  # Until all of it is asked for: that may be interrupted.
-        self._copies.after_launched(slot.read)
-        self._copies.copy(self._piece(layer), slot.tensor[: self._size(layer)], slot.read, [slot.copied])
-        slot.layer = layer
+        # Steps with few tokens write to slots, and would not wait for a copy that nobody knows.
+        with interrupts_put_off(however_often=True):
+            slot.layer = None  # Until all of it is asked for.
+            self._copies.after_launched(slot.read)
+            self._copies.copy(self._piece(layer), slot.tensor[: self._size(layer)], slot.read, [slot.copied])
+            slot.layer = layer
 
     def _slot(self, layer: int) -> ExpertSlot:
         return self._slots[self._number[layer] % len(self._slots)]
