@@ -233,6 +233,32 @@ def test_ctrl_c_before_any_line_leaves_no_copy_that_few_tokens_do_not_wait_for(m
     assert 20 < at < 1999, "each of them was one"
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("tokens", [2, 9])
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_a_change_that_was_interrupted_lets_no_step_begin(
+    nth: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some tables would be of memory that others have by now."""
+    monkeypatch.setattr(ExpertUses, "look_at", lambda uses, counted: [Swap(2, 4, 1)])
+    placed, restacked = Placed(in_threes(3), QueuedCopies(0)), list[int]()
+    restack = placed.experts._restack
+
+    def interrupted(number: int, wanted: int) -> None:
+        restacked.append(number)
+        if len(restacked) == nth:
+            raise KeyboardInterrupt
+        restack(number, wanted)
+
+    monkeypatch.setattr(placed.experts, "_restack", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        placed.experts.change(6)
+    for again in (lambda: placed.step(3, tokens), lambda: placed.experts.change(6)):
+        with pytest.raises(EngineError, match="interrupted"):
+            again()
+    placed.experts.close()
+
+
 def some_swap(uses: ExpertUses, rng: random.Random) -> Swap:
     number = rng.randrange(len(uses.places))
     row = uses.places[number].tolist()
