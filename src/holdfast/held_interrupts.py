@@ -29,9 +29,10 @@ def interrupts_held() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def interrupts_put_off() -> Iterator[None]:
-    """What is done within is done to its end: Ctrl-C comes afterwards, and at once where it comes again later. Masked
-    in this thread it would be heard by others of the process, and still come here."""
+def interrupts_put_off(however_often: bool = False) -> Iterator[None]:
+    """What is done within is done to its end: Ctrl-C comes afterwards, and at once where it comes again later, unless
+    it waits `however_often` it comes: only for what takes no time. Masked in this thread it would be heard by others of
+    the process, and still come here."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield
@@ -43,7 +44,7 @@ def interrupts_put_off() -> Iterator[None]:
         if not heard:
             heard.append((number, frame))
             first_s = time.monotonic()
-        elif time.monotonic() - first_s >= AGAIN_S:
+        elif not however_often and time.monotonic() - first_s >= AGAIN_S:
             before(number, frame)
 
     signal.signal(signal.SIGINT, hear)

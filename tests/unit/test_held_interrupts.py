@@ -85,6 +85,27 @@ def test_who_asks_again_is_heard_in_the_middle(monkeypatch: pytest.MonkeyPatch) 
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_what_takes_no_time_is_done_to_its_end_however_often_somebody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also within what is put off once."""
+    monkeypatch.setattr(held_interrupts, "AGAIN_S", 0.0)
+    done = list[str]()
+
+    def half_by_half() -> None:
+        with interrupts_put_off():
+            os.kill(os.getpid(), signal.SIGINT)
+            with interrupts_put_off(however_often=True):
+                for _ in range(3):
+                    os.kill(os.getpid(), signal.SIGINT)
+                done.append("all of it")
+            done.append("never")
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        half_by_half()
+    assert done == ["all of it"]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL])
 def test_who_hears_nothing_puts_nothing_off(handler: signal.Handlers) -> None:
     before = signal.signal(signal.SIGINT, handler)

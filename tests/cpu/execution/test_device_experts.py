@@ -9,9 +9,10 @@ import threading
 import weakref
 from collections.abc import Sequence
 from functools import partial
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
+import simulated_copies
 import torch
 from ctrl_c import ctrl_c
 from simulated_copies import QueuedCopies, unpinned_memory
@@ -207,6 +208,54 @@ def test_ctrl_c_before_any_line_leaves_all_experts_whole(seed: int, monkeypatch:
         copies.run_all()  # Places are changed at once here.
     assert torch.equal(placed.experts.places, placed.experts._counted.places)
     assert placed.experts.expert_use().swaps > 0
+    placed.experts.close()
+
+
+@pytest.mark.parametrize("module", [device_experts, simulated_copies], ids=["experts", "copies"])
+def test_ctrl_c_before_any_line_leaves_no_copy_that_few_tokens_do_not_wait_for(module: ModuleType) -> None:
+    """What they fetch lies in slots."""
+    for at in range(1, 2000):
+        copies = QueuedCopies(at)
+        placed = Placed(in_threes(4), copies)
+        with ctrl_c(module, at) as struck:
+            placed.step(4, 9)
+        with placed.experts.step(2):
+            placed.experts.begin(3, 2)
+            for slot in placed.experts._slots:
+                copies.launch(partial(slot.tensor.fill_, 7))
+        while copies._computing and copies._step(copies._computing):
+            pass
+        copies.run_all()
+        assert all(int(slot.tensor.min()) == int(slot.tensor.max()) == 7 for slot in placed.experts._slots), at
+        placed.experts.close()
+        if struck.count < at:
+            break
+    assert 20 < at < 1999, "each of them was one"
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("tokens", [2, 9])
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_a_change_that_was_interrupted_lets_no_step_begin(
+    nth: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some tables would be of memory that others have by now."""
+    monkeypatch.setattr(ExpertUses, "look_at", lambda uses, counted: [Swap(2, 4, 1)])
+    placed, restacked = Placed(in_threes(3), QueuedCopies(0)), list[int]()
+    restack = placed.experts._restack
+
+    def interrupted(number: int, wanted: int) -> None:
+        restacked.append(number)
+        if len(restacked) == nth:
+            raise KeyboardInterrupt
+        restack(number, wanted)
+
+    monkeypatch.setattr(placed.experts, "_restack", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        placed.experts.change(6)
+    for again in (lambda: placed.step(3, tokens), lambda: placed.experts.change(6)):
+        with pytest.raises(EngineError, match="interrupted"):
+            again()
     placed.experts.close()
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -20,11 +21,13 @@ from ctrl_c import ctrl_c
 from simulated_copies import QueuedCopies, SimulatedCopies, unpinned_memory
 
 from holdfast.errors import EngineError
+from holdfast.execution.gpu.memory import layer_ranges
 from holdfast.execution.gpu.memory.layer_ranges import LayerRanges
-from holdfast.execution.streaming import device_layers
+from holdfast.execution.streaming import device_layers, layer_pieces
 from holdfast.execution.streaming.device_layers import DeviceLayers
-from holdfast.execution.streaming.disk import layer_file
+from holdfast.execution.streaming.disk import layer_file, read_ahead
 from holdfast.execution.streaming.disk.layer_file import LayerFile, ReadInto
+from holdfast.execution.streaming.disk.read_ahead import ReadAhead
 from holdfast.footprint.streamed import PLACE_GRAIN_BYTES, StreamedLayers, all_apart, beside_gpu, streamed_layers
 
 CPU = torch.device("cpu")
@@ -89,7 +92,6 @@ def made(
         for begin, end in planes(layer, size) if packed else ():
             layers.pieces.pack(layers.place(layer), layers.place(layer)[begin:end])
         layers.keep(layer)
-        copies.settle()  # On a GPU the next one is made behind it.
     return layers
 
 
@@ -430,6 +432,92 @@ def test_ctrl_c_before_any_line_leaves_no_layer_half_arrived(tmp_path) -> None:
         layers.change((0, 1))
         lines = max(lines, struck.count)
     assert 10 < lines < 200, "each of them was one"
+    layers.close()
+
+
+def leaves(seed: int, tmp_path: Path) -> tuple[QueuedCopies, DeviceLayers, Reader]:
+    """All but one layer stay, packed, and have nowhere to wait yet."""
+    by_layer = [2 * PAGE + 64 * layer for layer in range(6)]
+    placed = beside_gpu(streamed_layers(by_layer, 1, 0), by_layer)
+    placed = replace(placed, saved=less(placed.all_sizes))
+    copies = QueuedCopies(seed)
+    layers = made(placed, copies, tmp_path, driver=AliasedMemory(), packed=True)
+    return copies, layers, Reader(layers, placed, copies, packed=True)
+
+
+@pytest.mark.parametrize("at", [*range(1, 60, 2), 400])
+def test_ctrl_c_while_layers_are_packed_leaves_those_that_stay_whole(at: int, tmp_path) -> None:
+    copies, layers, reader = leaves(at, tmp_path)
+    with ctrl_c(layer_pieces, at) as struck:
+        layers.change((1, 2, 4))
+    assert (struck.count > 60) == (at == 400), "the first ones come before it is over"
+    reader.step(6)
+    layers.change((1, 2, 4))
+    reader.step(6)
+    copies.run_all()
+    layers.close()
+
+
+@pytest.mark.parametrize("disk", ["works", "hangs"])
+@pytest.mark.parametrize("module", [device_layers, layer_ranges, read_ahead], ids=["layers", "ranges", "disk"])
+def test_ctrl_c_while_layers_change_leaves_something_behind_each(
+    module: ModuleType, disk: str, tmp_path, monkeypatch
+) -> None:
+    """From RAM and from a disk, and for the first time; also where it comes again after a disk that hung."""
+    by_layer, fetch, hangs = [2 * PAGE] * 6, ReadAhead.fetch, [False]
+
+    def fetch_or_hang(ahead: ReadAhead, layer: int) -> torch.Tensor:
+        found = fetch(ahead, layer)
+        if hangs[0]:
+            raise KeyboardInterrupt
+        return found
+
+    monkeypatch.setattr(ReadAhead, "fetch", fetch_or_hang)
+    streamed = beside_gpu(streamed_layers(by_layer, 4, 2), by_layer)
+    leaving = next(layer for layer in range(6) if layer not in streamed.layers)
+    targets = [tuple(sorted((leaving, *streamed.in_ram[1:]))), streamed.layers, ()]
+    for at in range(1, 1000, 3):
+        copies, driver = QueuedCopies(at), AliasedMemory()
+        layers, lines = made(streamed, copies, tmp_path, driver=driver), 0
+        reader = Reader(layers, streamed, copies)
+        reader.step(6)
+        for target in targets:
+            hangs[0] = disk == "hangs"
+            with ctrl_c(module, at) as struck:
+                layers.change(target)
+            hangs[0], lines = False, max(lines, struck.count)
+            assert layers.nbytes + layers.resident_bytes == sum(driver.handles.values())
+            reader.step(6)
+            layers.change(target)
+            assert layers.streamed == target
+        reader.step(6)
+        copies.run_all()
+        layers.close()
+        assert (driver.handles, driver.mapped) == ({}, {})
+        if lines < at:
+            break
+    assert 20 < at < 900, "it came in all parts of it"
+
+
+@pytest.mark.parametrize("nth", range(1, 8))
+def test_a_layer_that_cannot_be_copied_to_where_it_would_wait_stays_whole(nth: int, tmp_path, monkeypatch) -> None:
+    copies, layers, reader = leaves(nth, tmp_path)
+    before, now, count = layers.streamed, copies.now, 0
+
+    def no_more(source: torch.Tensor, target: torch.Tensor) -> None:
+        nonlocal count
+        count += 1
+        if count == nth:
+            raise KeyboardInterrupt
+        now(source, target)
+
+    monkeypatch.setattr(copies, "now", no_more)
+    with pytest.raises(KeyboardInterrupt):
+        layers.change((1, 2, 4))
+    assert layers.streamed == before
+    assert len(layers._memory.pieces) == len(layers._in_ram), "what it would have waited in is given back"
+    reader.step(6)
+    copies.run_all()
     layers.close()
 
 

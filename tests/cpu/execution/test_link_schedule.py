@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from simulated_copies import unpinned_memory
 
 from holdfast.execution.link.schedule import IDLE_BYTES, SHARE, LinkSchedule
-from holdfast.execution.streaming.copies import CudaCopies
+from holdfast.execution.streaming.copies import MOST_TIMED, CudaCopies
 from holdfast.execution.tiers.gpu import GpuPageCopies, HostMemory
 from holdfast.kvcache import Tier
 from holdfast.records import BlockCopy, StepPlan
@@ -251,6 +252,47 @@ def test_the_way_back_is_a_stream_of_its_own(copies: CudaCopies) -> None:
     over(done, *(pair.last for pair in copies._back_busy._running))
     back = copies.use_back()
     assert (back.link, back.copied_bytes, back.busy_s) == ("vram-ram", 8, 0.001)
+    copies.close()
+
+
+class ClockedEvent(FakeEvent):
+    """Passed at once."""
+
+    now_ms = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        super().record(stream)
+        self.over, self.at_ms = True, ClockedEvent.now_ms
+
+    def elapsed_time(self, other: FakeEvent) -> float:
+        assert isinstance(other, ClockedEvent)
+        assert self.recorded, "CUDA refuses it"
+        assert other.recorded, "CUDA refuses it"
+        return other.at_ms - self.at_ms
+
+
+@pytest.mark.usefixtures("copies")
+def test_a_copy_that_was_interrupted_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", ClockedEvent)
+    copies, interrupted = CudaCopies(torch.device("cpu")), False
+
+    @contextmanager
+    def on_stream(stream: Any) -> Iterator[None]:
+        if interrupted:
+            raise KeyboardInterrupt
+        ClockedEvent.now_ms += 1.0
+        yield
+
+    monkeypatch.setattr(torch.cuda, "stream", on_stream)
+    timed = 0
+    for number in range(3 * MOST_TIMED):  # Those that are used again were recorded before.
+        interrupted = number % 3 == 2
+        with suppress(KeyboardInterrupt):
+            copies.copy(numbers(8), torch.zeros(8, dtype=torch.uint8), copies.mark(), [copies.mark()])
+            timed += 1
+        ClockedEvent.now_ms += 5.0
+        assert copies.timed() == (pytest.approx(timed / 1000), timed * 8)
+    assert copies.use().busy_s == pytest.approx(timed / 1000)
     copies.close()
 
 

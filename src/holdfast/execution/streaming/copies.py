@@ -134,11 +134,11 @@ class CudaCopies:
     ) -> None:
         nbytes = sum(source.nbytes for source, _ in pieces)
         self._stream.wait_event(after)
-        timed = self._busy.begin(self._stream, nbytes)
+        pair = self._busy.begin(self._stream, nbytes)
         with torch.cuda.stream(self._stream):
             for source, target in pieces:
                 target[: len(source)].copy_(source, non_blocking=True)
-        timed.end(self._stream)
+        self._busy.end(pair, self._stream)
         for mark in done:
             mark.record(self._stream)
         self._bytes += nbytes
@@ -161,11 +161,11 @@ class CudaCopies:
 
     def copy_back(self, pieces: Sequence[Piece], after: torch.cuda.Event, done: Sequence[torch.cuda.Event]) -> None:
         self._back.wait_event(after)
-        timed = self._back_busy.begin(self._back)
+        pair = self._back_busy.begin(self._back)
         with torch.cuda.stream(self._back):
             for source, target in pieces:
                 target[: len(source)].copy_(source, non_blocking=True)
-        timed.end(self._back)
+        self._back_busy.end(pair, self._back)
         for mark in done:
             mark.record(self._back)
         self._back_bytes += sum(source.nbytes for source, _ in pieces)
@@ -203,9 +203,9 @@ class CudaCopies:
     def await_copy(self, mark: torch.cuda.Event) -> None:
         self._hurry(mark)
         stream = torch.cuda.current_stream(self._device)
-        timed = self._stalled.begin(stream)
+        pair = self._stalled.begin(stream)
         stream.wait_event(mark)
-        timed.end(stream)
+        self._stalled.end(pair, stream)
 
     def passed(self, mark: torch.cuda.Event) -> bool:
         self._go_on()
@@ -281,28 +281,31 @@ class _Pair:
     def __init__(self) -> None:
         self.first, self.last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
-    def end(self, stream: torch.cuda.Stream) -> None:
-        self.last.record(stream)
-
 
 class _Timed:
     """The seconds of all that is over. What cannot be timed, because too much is on its way, counts as the mean."""
 
     def __init__(self) -> None:
         self._running: deque[_Pair] = deque()
-        self._idle = [_Pair() for _ in range(MOST_TIMED)]
+        self._idle: list[_Pair] = []
         self._seconds, self._count, self._missed, self._bytes = 0.0, 0, 0, 0
 
-    def begin(self, stream: torch.cuda.Stream, nbytes: int = 0) -> _Pair:
+    def begin(self, stream: torch.cuda.Stream, nbytes: int = 0) -> _Pair | None:
+        """None: it is not timed."""
         self._collect()
-        if not self._idle:
+        if len(self._running) >= MOST_TIMED:
             self._missed += 1
-            return _Pair()
-        pair = self._idle.pop()
+            return None
+        pair = self._idle.pop() if self._idle else _Pair()
         pair.nbytes = nbytes
         pair.first.record(stream)
-        self._running.append(pair)
         return pair
+
+    def end(self, pair: _Pair | None, stream: torch.cuda.Stream) -> None:
+        """What was begun with this pair; of what was interrupted nobody hears."""
+        if pair is not None:
+            pair.last.record(stream)
+            self._running.append(pair)
 
     def add(self, seconds: float, nbytes: int = 0) -> None:
         """That were timed otherwise."""

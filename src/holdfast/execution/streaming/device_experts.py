@@ -251,17 +251,27 @@ class DeviceExperts:
 
     def begin(self, layer: int, tokens: int) -> Apart:
         """What is launched from now on finds its experts so, for a step of so many tokens."""
-        number = self._number[layer]
+        number, fetched = self._number[layer], self._there(layer)
         places, uses = self.places[number], self._uses[number]
         if tokens <= self.few_tokens:
             exchange = None if self.host is None or not self.host.beside else self.host.exchanges[number]
-            return Apart(places, uses, self._fetched[layer], exchange, self.slots)
+            return Apart(places, uses, fetched, exchange, self.slots)
         if not self._paused:
             slot = self._slot(layer)
             if slot.layer != layer:
                 self._ask(layer)
             self._copies.await_copy(slot.copied)
         return Apart(places, uses)
+
+    def _there(self, layer: int) -> FetchedPieces:
+        """Raises where a change was not done to its end."""
+        if layer not in self._fetched:
+            raise EngineError(
+                f"experts of layer {layer} are not where they were, nor where they should be",
+                found="a change of how many stay that was interrupted",
+                fix="start the engine again",
+            )
+        return self._fetched[layer]
 
     def end(self, layer: int, tokens: int) -> None:
         """All of it was launched: whoever is next in its slot may come."""
@@ -274,10 +284,12 @@ class DeviceExperts:
 
     def _ask(self, layer: int) -> None:
         slot = self._slot(layer)
-        slot.layer = None  # Until all of it is asked for: that may be interrupted.
-        self._copies.after_launched(slot.read)
-        self._copies.copy(self._piece(layer), slot.tensor[: self._size(layer)], slot.read, [slot.copied])
-        slot.layer = layer
+        # Steps with few tokens write to slots, and would not wait for a copy that nobody knows.
+        with interrupts_put_off(however_often=True):
+            slot.layer = None  # Until all of it is asked for.
+            self._copies.after_launched(slot.read)
+            self._copies.copy(self._piece(layer), slot.tensor[: self._size(layer)], slot.read, [slot.copied])
+            slot.layer = layer
 
     def _slot(self, layer: int) -> ExpertSlot:
         return self._slots[self._number[layer] % len(self._slots)]
@@ -333,11 +345,15 @@ class DeviceExperts:
 
     def change(self, count: int) -> None:
         """So many stay from the next step on, those that were used most lately; fewer where memory for them is not
-        there. Between steps only; what was launched is waited for. Nothing that was captured may be launched again."""
+        there. Between steps only; what was launched is waited for. Nothing that was captured may be launched again.
+        Where it raises, no step may begin any more, nor another change."""
         on_gpu = self._device.type == "cuda"
         with torch.inference_mode(), torch.cuda.device(self._device) if on_gpu else nullcontext():
+            for layer in self._layers:
+                self._there(layer)
             self._copies.settle()
-            self._swaps.clear()
+            for kept in (self._swaps, self._fetched, self._exchanged):  # Of memory that others will have.
+                kept.clear()
             before, slots = self.resident_counts, len(self._slots)
             self._slots = []
             for number, layer in enumerate(self._layers):  # Nothing has the old slots then.

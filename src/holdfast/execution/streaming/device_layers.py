@@ -36,6 +36,7 @@ from holdfast.execution.streaming.layer_pieces import BOTH, LayerPieces
 from holdfast.execution.streaming.layer_slots import DeviceSlot, SlotHalf
 from holdfast.execution.streaming.pinned_memory import PinnedMemory, as_device_memory
 from holdfast.footprint.streamed import StreamedLayers, ahead_of, one_less, one_more, whole_grains
+from holdfast.held_interrupts import interrupts_put_off
 from holdfast.observability.decisions import Decision
 from holdfast.records import LinkUse
 from holdfast.units import format_bytes
@@ -89,6 +90,8 @@ class DeviceLayers:
         self._number: dict[int, int] = {}
         self._coming: set[int] = set()
         """Those that stay from now on, and are copied once more when they are computed next."""
+        self._unread: set[int] = set()
+        """Those that are to stay, and are not there yet: a disk may hang."""
         self._slots: list[DeviceSlot] = []
         self._fixed: list[torch.Tensor] = []
         """Slots that are not those of ranges."""
@@ -215,6 +218,7 @@ class DeviceLayers:
         """What is launched from now on finds its first half in its slot. `beat`: called while a disk is waited for."""
         if self._paused:
             return
+        self._do_without_unread()
         if layer in self._number:
             self._await(layer, 0, beat)
         elif layer in self._coming:
@@ -392,12 +396,26 @@ class DeviceLayers:
             self._change(layers)
 
     def _change(self, layers: Sequence[int]) -> None:
+        self._do_without_unread()
+        self._copies.settle()
+        for layer in layers:
+            if layer not in self._number:
+                self._save(layer)
+        try:
+            with interrupts_put_off(however_often=True):  # Meanwhile nothing is behind some of them.
+                self._move(layers)
+            for layer in sorted(self._unread):
+                assert self._on_disk is not None
+                self.pieces.fetch(layer, self._on_disk.fetch(layer), self.place(layer), self._copies)
+                self._unread.discard(layer)
+        finally:  # A disk may fail, or hang until Ctrl-C.
+            self._do_without_unread()
+
+    def _move(self, layers: Sequence[int]) -> None:
+        """What is behind them is another; those that come to stay have to be read."""
         assert self._ranges is not None, "layers without ranges of addresses cannot change places"
         leaving = [layer for layer in layers if layer not in self._number]
         coming = [layer for layer in self._order if layer not in set(layers)]
-        self._copies.settle()
-        for layer in leaving:
-            self._save(layer)
         self._coming.difference_update(leaving)
         for layer in (*leaving, *coming):
             self._ranges.drop(layer)
@@ -411,18 +429,16 @@ class DeviceLayers:
             except RangeError as error:
                 if not error.out_of_memory:
                     raise
-                self._stay_streamed(coming, number)
+                self._stay_streamed(coming[number:])
                 return
-            if layer in self._in_ram:
-                self._coming.add(layer)
-            else:
-                try:
-                    assert self._on_disk is not None
-                    self.pieces.fetch(layer, self._on_disk.fetch(layer), self.place(layer), self._copies)
-                except BaseException:  # A disk may fail, or hang until Ctrl-C.
-                    self._ranges.drop(layer)
-                    self._stay_streamed(coming, number)
-                    raise
+            (self._coming if layer in self._in_ram else self._unread).add(layer)
+
+    def _do_without_unread(self) -> None:
+        """Layers that did not come from the disk to stay are streamed like before. Where that was interrupted, too, it
+        is done by whoever comes next."""
+        if self._unread:
+            with interrupts_put_off(however_often=True):
+                self._stay_streamed(sorted(self._unread))
 
     def _make_slots(self, wanted: int) -> int:
         """As many, or those that there are where somebody else took the memory that layers have left."""
@@ -436,26 +452,40 @@ class DeviceLayers:
                 return self._ranges.slots
         return wanted
 
-    def _stay_streamed(self, coming: Sequence[int], arrived: int) -> None:
-        """All but the first `arrived` of them; one of these too where a slot finds memory no other way."""
+    def _stay_streamed(self, layers: Sequence[int]) -> None:
+        """These, too; and others that wait somewhere as well, where a slot finds memory no other way."""
         assert self._ranges is not None
+        back = list(layers)
+        others = [layer for layer in self._sizes if layer not in {*self._order, *back} and self._waits(layer)]
+        for layer in back:
+            self._ranges.drop(layer)
         while not self._ranges.slots:
             try:
                 self._ranges.add_slot()
             except RangeError as error:
-                if not error.out_of_memory or not arrived:
+                if not error.out_of_memory or not others:
                     raise
-                arrived -= 1
-                self._ranges.drop(coming[arrived])
-                self._coming.discard(coming[arrived])
-        self._take_turns(sorted((*self._order, *coming[arrived:])), self._ranges.slots)
+                back.append(others.pop())
+                self._ranges.drop(back[-1])
+        self._coming.difference_update(back)
+        self._take_turns(sorted((*self._order, *back)), self._ranges.slots)
+        self._unread.difference_update(back)
+
+    def _waits(self, layer: int) -> bool:
+        """It is somewhere from where it may come, whether it stays or not."""
+        return layer in self._in_ram or layer in self._streamed.on_disk
 
     def _save(self, layer: int) -> None:
         """It is where it may wait."""
-        if layer not in self._in_ram and layer not in self._streamed.on_disk:
-            memory = self._memory.add(self._waiting_bytes(layer))
+        if self._waits(layer):
+            return
+        memory = self._memory.add(self._waiting_bytes(layer))
+        try:
             self._put(layer, memory)
-            self._in_ram[layer] = memory
+        except BaseException:
+            self._memory.drop(memory)
+            raise
+        self._in_ram[layer] = memory
 
     def _waiting_bytes(self, layer: int) -> int:
         """Of RAM, for one that leaves."""

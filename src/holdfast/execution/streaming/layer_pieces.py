@@ -3,7 +3,7 @@
     place    [ codes | scales | a b c d | codes | ... ]      where it is computed from
     travels  [ codes | scales | ac bd ] [ codes | ... ]      where it waits, and on the link: one piece behind the other
 
-Two zero points that lie half a plane apart share the byte of the first, so a plane is packed and spread where it lies.
+Two zero points that lie half a plane apart share the byte of the first, so a plane is spread where it lies.
 Knows nothing of matrices, nor when anything is copied.
 """
 
@@ -74,12 +74,14 @@ class LayerPieces:
         return found
 
     def put(self, layer: int, memory: torch.Tensor, place: torch.Tensor, copies: Copies) -> None:
-        """From its place, where it is again once all that this launches is computed, to where it waits."""
-        for half in self._halves[layer]:
-            copies.launch(partial(half.pack, place))
-        for waiting, here in self.pairs(layer, memory, place, *BOTH):
-            copies.now(here, waiting)
-        copies.launch(partial(self.spread, layer, place, *BOTH))
+        """From its place, which stays as it is whatever interrupts this, to where it waits."""
+        for number, half in enumerate(self._halves[layer]):
+            pairs = self.pairs(layer, memory, place, number)
+            for waiting, here in pairs:
+                copies.now(here, waiting)
+            for (waiting, _), (first, last) in zip(pairs, half.planes, strict=False):  # What follows them has none.
+                low, high = place[first:last].chunk(2)
+                copies.now((high << 4).bitwise_or_(low), waiting[len(waiting) - len(low) :])
 
     def fetch(self, layer: int, memory: torch.Tensor, place: torch.Tensor, copies: Copies) -> None:
         """The reverse."""
@@ -91,7 +93,7 @@ class LayerPieces:
 @dataclass(frozen=True, slots=True)
 class _Half:
     pieces: tuple[Extent, ...]
-    """That travel, in their order."""
+    """That travel, in their order: each to the middle of a plane, and what is behind the last."""
     planes: tuple[Extent, ...]
     """Of zero points, whose second halves do not."""
 
@@ -99,12 +101,6 @@ class _Half:
     def nbytes(self) -> int:
         """That travel."""
         return sum(last - first for first, last in self.pieces)
-
-    def pack(self, place: torch.Tensor) -> None:
-        for first, last in self.planes:
-            low, high = place[first:last].chunk(2)
-            high.bitwise_left_shift_(4)
-            low.bitwise_or_(high)
 
     def spread(self, place: torch.Tensor) -> None:
         for first, last in self.planes:

@@ -49,9 +49,9 @@ class ReadAhead:
         """In the order."""
 
     def follow(self, layers: Sequence[int]) -> None:
-        """Those that are read from now on, in their order, round and round. Nothing may be on its way."""
+        """Those that are read from now on, in their order, round and round. Waits for nothing: who takes what others
+        were read for finds it, or lets them go."""
         self._order, self._next = tuple(layers), 0
-        self._drop()
 
     def write(self, layer: int, put: Callable[[torch.Tensor], None]) -> None:
         """What this puts into pinned memory goes to the file; nothing may be on its way."""
