@@ -46,7 +46,7 @@ _NO_MODEL = re.compile(r"[\d.]+[kmgb%]?|on|off|true|false|auto|none|all")
 class WorkingCommand:
     command: str
     also: tuple[str, ...]
-    """What else was refused, beside the error at hand."""
+    """What else was refused, beside the error at hand, each setting once."""
 
 
 Parse = Callable[[list[str]], tuple[Any, argparse.Namespace]]
@@ -57,7 +57,7 @@ def working_command(error: HoldfastError, words: Sequence[str], parse: Parse) ->
     """`words`: as they were typed after `holdfast`, and refused with `error`."""
     if any(_flag_of(word) in MACHINES for word in words):
         return None
-    text, refused, also = command_line(words), error, list[str]()
+    text, refused, also = command_line(words), error, list[HoldfastError]()
     for _ in range(ROUNDS):
         changed = _put_right(text, refused)
         if changed is None or changed == text or _guards(changed, refused) != _guards(text, refused):
@@ -66,10 +66,23 @@ def working_command(error: HoldfastError, words: Sequence[str], parse: Parse) ->
         found = refused_start(shlex.split(text)[1:], parse)
         if found is None:
             kept = _keeps_model(text, words, parse) and not _guesses_model(text, words, parse)
-            return WorkingCommand(text, tuple(also)) if kept else None
-        also.append(found.message)
+            return WorkingCommand(text, tuple(one.message for one in also)) if kept else None
+        # Of one setting once: the next value for it is ours, and that less is free by now is no other mistake.
+        if _about(found) not in map(_about, also):
+            also.append(found)
         refused = found
     return None
+
+
+def _about(error: HoldfastError) -> tuple[str, ...]:
+    """What tells one mistake from another: the settings that it is in; of none, what is said of it."""
+    return tuple(_settings(error)) or (error.message,)
+
+
+def _settings(error: HoldfastError) -> list[str]:
+    """As flags, however the error spells them."""
+    names = getattr(error, "settings", ()) or ([error.field] if error.field else [])
+    return [name if name.startswith("-") else flag_name(name) for name in names]
 
 
 def _put_right(text: str, error: HoldfastError) -> str | None:
@@ -184,8 +197,7 @@ def _named_model(words: list[str], parse: Parse) -> str | None:
 def _changes(error: HoldfastError) -> dict[str, str | None]:
     """Flags with their new values, or None for those that are to go."""
     advised = _VALUE.match(error.fix or "")
-    names = getattr(error, "settings", ()) or ([error.field] if error.field else [])
-    flags = [name if name.startswith("-") else flag_name(name) for name in names]
+    flags = _settings(error)
     if advised is not None and len(flags) < 2:
         value = advised[2]
         return {advised[1]: "" if value in ("or", "for", "to") else value}

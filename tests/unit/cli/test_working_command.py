@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,9 @@ from tiny_gguf import write_tiny_gguf
 from holdfast.cli import working_command
 from holdfast.cli.main import main, parse_command_line
 from holdfast.cli.working_command import refused_start
+from holdfast.engine.startup import build
+from holdfast.hardware import Memory
+from holdfast.units import GIB, MIB
 
 
 def command_in(said: str) -> list[str]:
@@ -69,6 +73,41 @@ def test_a_size_keeps_its_number(
     assert f"{flag}: '{written}' is not a size" in said
     assert f"fix:    {flag} {meant}\n" in said
     assert command_in(said) == ["some/model", *store, flag, meant]
+
+
+def test_a_setting_that_is_refused_again_and_again_is_said_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Less is free each time that it is looked at: the numbers in between are no mistakes of who typed one."""
+    file, asked, real = tmp_path / "tiny.gguf", list[int](), build.memory()
+    write_tiny_gguf(file)
+
+    def less_each_time() -> Memory:
+        asked.append(max(4, 8 - len(asked)))
+        return replace(real, total_bytes=16 * GIB, available_bytes=asked[-1] * GIB)
+
+    monkeypatch.setattr(build, "memory", less_each_time)
+    assert main(["serve", str(file), "--ram", "9000", "--quantization", "awq"]) == 2
+    said = capsys.readouterr().err
+    assert len(asked) > 3
+    assert said.count("a budget of ") == said.count("also refused: a budget of 8.79 TiB") == 1
+    assert said.count("also refused: --quantization") == 1
+    words = command_in(said)
+    assert refused_start(["serve", *words], parse_command_line) is None
+
+
+def test_a_budget_that_is_advised_leaves_some_of_what_is_free(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is tried when a little less of it is there."""
+    file, real = tmp_path / "tiny.gguf", build.memory()
+    write_tiny_gguf(file)
+    free = [8 * GIB]
+    monkeypatch.setattr(build, "memory", lambda: replace(real, total_bytes=16 * GIB, available_bytes=free[0]))
+    assert main(["serve", str(file), "--ram", "9000"]) == 2
+    words = command_in(capsys.readouterr().err)
+    free[0] -= 100 * MIB
+    assert refused_start(["serve", *words], parse_command_line) is None
 
 
 def test_the_setting_that_was_given_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

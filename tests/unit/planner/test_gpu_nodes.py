@@ -24,8 +24,8 @@ from holdfast.hardware.torch_build import TorchBuild
 from holdfast.models import from_config
 from holdfast.models.stages import rank_spec
 from holdfast.planner.serve.gpu_plan import make_gpu_plan
-from holdfast.planner.serve.gpu_ranks import gpus_of_nodes
 from holdfast.planner.serve.host_memory import with_host_memory
+from holdfast.planner.serve.shares.gpu_ranks import gpus_of_nodes
 from holdfast.units import GIB, MIB, format_bytes
 
 SPEC = from_config({

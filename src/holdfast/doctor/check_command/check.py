@@ -1,6 +1,7 @@
 """`holdfast doctor --command`: a command that starts a server, judged before it is run.
 
     flags     do they exist, are their values possible           flags.py
+    settings  what Holdfast refuses of its own, there             own_settings.py
     plan      does it fit this machine, or the one that is named  the planner, as the engine itself would size it
     beyond    what no plan has a setting for                      unplanned.py
     ways out  as changes of this command                          remedies.py
@@ -19,6 +20,7 @@ from holdfast.doctor.build_finding import Confidence, changed, found
 from holdfast.doctor.check_command.checkpoint_format import stored_otherwise, would_not_run
 from holdfast.doctor.check_command.flags import flag_findings
 from holdfast.doctor.check_command.gpu_split import DRAFT, Split, divided, longest_tokens, split_of
+from holdfast.doctor.check_command.own_settings import settings_findings
 from holdfast.doctor.check_command.refusals import (
     BEYOND_MODEL,
     SHORTER,
@@ -29,7 +31,16 @@ from holdfast.doctor.check_command.refusals import (
     refused,
     vllm_on_a_cpu,
 )
-from holdfast.doctor.check_command.remedies import MADE_BY_VLLM, copies, fixes_of, ways, with_fixes
+from holdfast.doctor.check_command.remedies import (
+    MADE_BY_VLLM,
+    all_changes,
+    copies,
+    fixes_of,
+    mendable,
+    put_right,
+    ways,
+    with_fixes,
+)
 from holdfast.doctor.check_command.to_question import CommandMachine, question_for, replicas, without_draft
 from holdfast.doctor.check_command.unplanned import (
     budget_words,
@@ -119,7 +130,7 @@ def judge(
     # What is planned is the command as it would be with its faults put right, until a plan finds no other: a parallel
     # size that is possible may still be one that does not fit.
     for _ in range(ROUNDS):
-        right = _put_right(command, findings)
+        right = put_right(command, findings)
         found_now, missing, seen = _planned_together(right, machine or CommandMachine(), engine_version, runs_here)
         offered = right.value("tensor-parallel-size") != command.value("tensor-parallel-size")
         findings += [
@@ -144,21 +155,11 @@ def judge(
     )
 
 
-def _put_right(command: ServerCommand, wrong: list[Finding]) -> ServerCommand:
-    changes = _changes(wrong)
-    return (parse_command(command.with_changes(changes)) or command) if changes else command
-
-
-def _changes(findings: list[Finding]) -> dict[str, str | None]:
-    fixes = [one.fix for one in findings if one.fix is not None and "--model" not in one.fix.changes]
-    return {flag: value for fix in fixes for flag, value in fix.changes.items()}
-
-
 def _whole(command: ServerCommand, findings: list[Finding]) -> list[Finding]:
     """Several faults have one command that mends them all."""
     if len(findings) < 2:
         return findings
-    every = _changes(findings)
+    every = all_changes(findings)
     text = command.with_changes(every)
     other = next((one.fix for one in findings if one.fix is not None and "--model" in one.fix.changes), None)
     if other is not None and other.command is not None:
@@ -194,17 +195,13 @@ def _planned_together(command: ServerCommand, machine: CommandMachine, version: 
     if share is None or share.fix is None or len(judged[0]) == 1:
         return judged
     (flag, value), *_ = share.fix.changes.items()
-    found_lower, missing, seen = _planned(_put_right(command, [share]), machine, version, runs_here)
-    if _mendable(found_lower) or not _mendable([one for one in judged[0] if one is not share]):
+    found_lower, missing, seen = _planned(put_right(command, [share]), machine, version, runs_here)
+    if mendable(found_lower) or not mendable([one for one in judged[0] if one is not share]):
         said = f"counted with {flag} {value}, as offered below, instead of {command.value(flag)}"
         return [*found_lower, share], missing, [*seen, said]
     # With a lower share nothing that can be set would do: it is said, and not put into the command.
     advice = with_fixes(share, [Fix(why=f"{share.fix.why}, and a smaller model or a larger GPU")])
     return [advice if one is share else one for one in judged[0]], *judged[1:]
-
-
-def _mendable(findings: list[Finding]) -> bool:
-    return all(one.fix is not None and one.fix.changes and "--model" not in one.fix.changes for one in findings)
 
 
 def _planned(command: ServerCommand, machine: CommandMachine, version: str | None, runs_here: bool) -> Judged:
@@ -237,6 +234,9 @@ def _planned(command: ServerCommand, machine: CommandMachine, version: str | Non
             return findings, [], seen
     if on_cpu and command.engine == "sglang":
         return [], [_NO_GPU], seen
+    settings = settings_findings(command, question, here=not machine.named)
+    if settings:
+        return settings, [], seen
     try:
         findings, told, split = _answered(command, question, version, machine)
         if first:

@@ -1,4 +1,5 @@
-"""A plan's ways out as changes of a command: in the engine's own words, what can be run first.
+"""A plan's ways out as changes of a command: in the engine's own words, what can be run first; and a command with the
+changes of its findings.
 
 Plans nothing itself; what is no change of this command is said in words.
 """
@@ -103,3 +104,19 @@ def _spelled(command: ServerCommand, name: str, value: object) -> tuple[str, str
     if command.engine == "sglang" and name == "kv_cache_dtype":
         return theirs, "fp8_e4m3"
     return theirs, str(value)
+
+
+def all_changes(findings: Sequence[Finding]) -> dict[str, str | None]:
+    """What mends them together; of another model only its own command does."""
+    fixes = [one.fix for one in findings if one.fix is not None and "--model" not in one.fix.changes]
+    return {flag: value for fix in fixes for flag, value in fix.changes.items()}
+
+
+def put_right(command: ServerCommand, wrong: Sequence[Finding]) -> ServerCommand:
+    changes = all_changes(wrong)
+    return (parse_command(command.with_changes(changes)) or command) if changes else command
+
+
+def mendable(findings: Sequence[Finding]) -> bool:
+    """By changes of the command alone, with its own model."""
+    return all(one.fix is not None and one.fix.changes and "--model" not in one.fix.changes for one in findings)

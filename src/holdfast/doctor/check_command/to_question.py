@@ -63,9 +63,10 @@ def question_for(command: ServerCommand, machine: CommandMachine, version: str |
         # Its folder is on that machine, whose disk is not known: as large as was said.
         del given["nvme_path"]
         given.setdefault("nvme", NVME_LIMIT_BYTES)
-    if command.engine == "vllm":
+    if command.engine in ("vllm", "holdfast"):
         switches = ("enable-expert-parallel", "enforce-eager")
         given |= {switch.replace("-", "_"): True for switch in switches if command.has(switch)}
+    if command.engine == "vllm":
         given["language_model_only"] = _takes_no_images(command)
     if command.engine == "llama.cpp":
         given |= _llama_context(command)

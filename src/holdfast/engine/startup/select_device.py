@@ -20,8 +20,8 @@ from holdfast.hardware import processor
 from holdfast.hardware.nvidia import NvidiaMachine, probe
 from holdfast.hardware.torch_build import TorchBuild, torch_build
 from holdfast.planner.serve.gpu_plan import too_old
-from holdfast.planner.serve.gpu_ranks import gpus_of_ranks
 from holdfast.planner.serve.shares.engines import gpus_share
+from holdfast.planner.serve.shares.gpu_ranks import gpus_of_ranks
 from holdfast.planner.serve.streamed import another_folder, disk_room
 from holdfast.planner.sizing.dtype import asked_type
 from holdfast.records.sampling import MAX_LOGPROBS, WHOLE_VOCABULARY

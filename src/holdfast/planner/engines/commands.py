@@ -40,10 +40,10 @@ from holdfast.planner.engines.vllm_command import USUAL_BLOCK_TOKENS, vllm_comma
 from holdfast.planner.fit.placement import length_to_set
 from holdfast.planner.fit.search import DEFAULT_UTILIZATION, Plan
 from holdfast.planner.fit.search import fit as fit_again
-from holdfast.planner.inputs.question import PlannedModel
+from holdfast.planner.inputs.question import Machine, PlannedModel
 from holdfast.planner.models.model_sources import ModelSource, holdfast_source, llama_source, near_gguf, torch_source
 from holdfast.planner.models.quantize import as_plain, quantized_as
-from holdfast.planner.serve.ranks import refuse_with_ranks
+from holdfast.planner.serve.settings import refuse_ranks_on
 from holdfast.planner.sizing.dtype import is_fp8
 from holdfast.units import GIB, MIB, format_bytes
 
@@ -188,7 +188,7 @@ def _holdfast_problems(fit: Plan, settings: Mapping[str, object]) -> list[str]:
         if on_gpu:
             tensor, pipeline = fit.tensor_parallel, fit.pipeline_parallel
             asked = replace(config, device="cuda", tensor_parallel_size=tensor, pipeline_parallel_size=pipeline)
-            refuse_with_ranks(asked, spec, fit.question.model.canonical, compiled_kernels=True)
+            refuse_ranks_on(_of_the_ranks(fit), asked, spec, fit.question.model.canonical)
     except ConfigurationError as error:
         problems.append(f"Holdfast does not support this yet: {error.message}")
     if fit.question.settings.expert_parallel and fit.question.settings.data_parallel > 1 and on_gpu:
@@ -201,6 +201,11 @@ def _holdfast_problems(fit: Plan, settings: Mapping[str, object]) -> list[str]:
     if not spec.runnable:
         problems.append(f"Holdfast cannot run this model yet: it lacks {', '.join(spec.unsupported)}")
     return problems
+
+
+def _of_the_ranks(fit: Plan) -> Machine:
+    """The machine with those GPUs alone that the plan takes."""
+    return replace(fit.question.machine, devices=tuple(rank.device for rank in fit.ranks), aside=())
 
 
 def _spelled(name: str) -> Origin:

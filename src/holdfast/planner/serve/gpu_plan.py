@@ -33,27 +33,25 @@ from holdfast.planner.inputs.question import CPU_USEFUL_TOKENS, Machine, Planned
 from holdfast.planner.models.requested import requested
 from holdfast.planner.serve import refusals
 from holdfast.planner.serve.cpu_plan import planned_model, without_tensors
-from holdfast.planner.serve.gpu_ranks import (
+from holdfast.planner.serve.offload import alternative, host_share, with_offload
+from holdfast.planner.serve.ranks import expert_parallel_said, refuse_with_ranks
+from holdfast.planner.serve.settings import check_of_a_gpu, require_together
+from holdfast.planner.serve.settle import longest_context
+from holdfast.planner.serve.shares.engines import ram_share
+from holdfast.planner.serve.shares.gpu_ranks import (
     choice_of,
     gpus_of_nodes,
     of_node,
     rank_decision,
-    require_alike,
-    require_same,
     tightest,
 )
-from holdfast.planner.serve.offload import alternative, host_share, with_offload
-from holdfast.planner.serve.ranks import expert_parallel_said, refuse_with_ranks
-from holdfast.planner.serve.settle import longest_context
-from holdfast.planner.serve.shares.engines import ram_share
 from holdfast.planner.sizing.default_limits import check_step
-from holdfast.planner.sizing.dtype import check_type, is_fp8
+from holdfast.planner.sizing.dtype import is_fp8
 from holdfast.planner.sizing.engine_weights import EngineWeights, engine_weights
 from holdfast.planner.sizing.rank_shares import RankShares, gpu_rank_shares
 from holdfast.units import MIB, counted, format_bytes
 
-TOO_OLD, NOT_THERE, MIXED_KV, OF_A_CPU, TOO_WIDE = "HF122", "HF121", "HF126", "HF127", "HF128"
-WIDEST_HEAD = 256
+TOO_OLD, NOT_THERE, MIXED_KV = "HF122", "HF121", "HF126"
 
 
 def too_old(gpus: Sequence[NvidiaGpu]) -> ConfigurationError:
@@ -116,10 +114,8 @@ def make_gpu_plan(
     if ranks > 1:  # Of several engines each is given its own already.
         if not of_ranks and config.data_parallel_size == 1:
             gpus = gpus_of_nodes(gpus, ranks, config.nnodes)
-        require_alike(gpus)
+        require_together(config, spec, gpus)
         host = None
-        if config.tensor_parallel_size > 1 and any(tensor.experts for tensor in spec.tensors):
-            require_same(gpus)
 
     def attempt(tried: EngineConfig) -> Plan:
         wanted = requested(tried.asked_quantization, spec.quantization, gguf=gguf, name=name)
@@ -157,8 +153,7 @@ def _gpu_plan(
     """Which may not fit."""
     spec = model.spec
     check_step(config.max_num_seqs, config.max_num_batched_tokens)
-    check_type(config.dtype, spec)
-    _check_kernels(spec, config)
+    check_of_a_gpu(config, spec)
     chosen, _ = choose_gpu(gpus)
     device, where = measured_device(0, chosen), ""
     if config.tensor_parallel_size * config.pipeline_parallel_size > 1:
@@ -204,32 +199,6 @@ def _gpu_plan(
             field="kv_cache_dtype",
         )
     return found
-
-
-def _check_kernels(spec: ModelSpec, config: EngineConfig) -> None:
-    for name, asked, others in (
-        ("attention_backend", config.attention_backend, ("auto",)),
-        ("expand_weights", config.expand_weights, ("auto", "never")),
-    ):
-        if asked not in others:
-            raise ConfigurationError(
-                f"{name} {asked} is a CPU setting; a GPU has no such choice",
-                code=OF_A_CPU,
-                needed=" or ".join(others),
-                found=asked,
-                fix=f"leave --{name.replace('_', '-')} out, or --device cpu",
-                field=name,
-            )
-    widest = max(layer.head_dim or spec.head_dim for layer in spec.layers)
-    if widest > WIDEST_HEAD:
-        raise ConfigurationError(
-            f"the GPU kernels do not support attention heads of {widest} dimensions",
-            code=TOO_WIDE,
-            needed=f"head_dim up to {WIDEST_HEAD}",
-            found=str(widest),
-            fix="--device cpu",
-            field="device",
-        )
 
 
 def _check_layouts(model: PlannedModel, gpu: NvidiaGpu) -> None:

@@ -21,9 +21,15 @@ ONE_RANK = "leave --tensor-parallel-size and --pipeline-parallel-size out"
 
 
 def refuse_with_ranks(
-    config: EngineConfig, spec: ModelSpec, stored: Mapping[str, StoredTensor] | None, *, compiled_kernels: bool
+    config: EngineConfig,
+    spec: ModelSpec,
+    stored: Mapping[str, StoredTensor] | None,
+    *,
+    compiled_kernels: bool,
+    system: str | None = None,
 ) -> None:
-    """Raises ConfigurationError for the first of them. Nothing is refused of one rank."""
+    """Raises ConfigurationError for the first of them. Nothing is refused of one rank. `system`: that they run on, as
+    Python calls it; None: this one."""
     check_experts(config.enable_expert_parallel, spec)
     sizes = {name: getattr(config, name) for name in ("tensor_parallel_size", "pipeline_parallel_size")}
     several = [f"{name} is {size}" for name, size in sizes.items() if size > 1]
@@ -33,7 +39,7 @@ def refuse_with_ranks(
         *_of_settings(config),
         *(_of_gpus(config, _divided(config, spec), stored) if config.device == "cuda" else ()),
         *(_of_divided_layers(config, spec, stored) if config.tensor_parallel_size > 1 else ()),
-        *_of_machine(config, compiled_kernels),
+        *_of_machine(config, compiled_kernels, system or sys.platform),
     ):
         raise ConfigurationError(
             f"{' and '.join(several)}, and {what}",
@@ -174,8 +180,8 @@ def _rounds_rows(packing: Packing | None) -> bool:
     return packing is not None and packing.inputs != "plain" and not packing.static_inputs and not packing.input_group
 
 
-def _of_machine(config: EngineConfig, compiled_kernels: bool) -> Iterator[_Reason]:
-    if sys.platform != "linux":
+def _of_machine(config: EngineConfig, compiled_kernels: bool, system: str) -> Iterator[_Reason]:
+    if system != "linux":
         yield "tensor_parallel_size", "ranks share memory in a way that only Linux has", ONE_RANK
     if not compiled_kernels and config.device != "auto":
         reason = "ranks wait for one another by compiled code, which this installation has not got"

@@ -70,7 +70,8 @@ def budget_is_not_there(asked: int, machine: Memory) -> PlanRefusal:
         needed=format_bytes(asked),
         found=f"{format_bytes(machine.available_bytes)} free ({machine.limited_by}): "
         f"{format_bytes(asked - machine.available_bytes)} short",
-        changes=({"ram": f"{machine.available_bytes // MIB}MiB"}, {"ram": None}),
+        # Not all of it: a little less may be free when the command is tried.
+        changes=({"ram": f"{int(machine.available_bytes * MOST_UTILIZATION) // MIB}MiB"}, {"ram": None}),
         field="ram",
     )
 

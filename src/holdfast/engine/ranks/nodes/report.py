@@ -21,7 +21,7 @@ from holdfast.engine.ranks.nodes.messages import NodeReport
 from holdfast.errors import ConfigurationError
 from holdfast.hardware import compiled_kernels, memory, processor
 from holdfast.hardware.nvidia import NvidiaGpu, probe
-from holdfast.planner.serve.gpu_ranks import gpus_of_ranks
+from holdfast.planner.serve.shares.gpu_ranks import gpus_of_ranks
 from holdfast.records import Failure
 from holdfast.units import shorten
 

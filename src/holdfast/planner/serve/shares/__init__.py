@@ -1,1 +1,1 @@
-"""The part of a machine, or of several, that an engine or a node is planned for."""
+"""The part of a machine, or of several, that an engine, a node or a rank is planned for."""

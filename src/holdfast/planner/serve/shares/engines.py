@@ -15,7 +15,7 @@ from holdfast.hardware import Memory
 from holdfast.hardware.nvidia import NvidiaGpu
 from holdfast.planner.fit.result import Plan
 from holdfast.planner.inputs.replicas import TOO_FEW_DEVICES
-from holdfast.planner.serve.gpu_ranks import named_gpus, require_alike
+from holdfast.planner.serve.shares.gpu_ranks import named_gpus, require_alike
 from holdfast.units import counted
 
 
