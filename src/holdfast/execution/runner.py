@@ -32,7 +32,7 @@ from holdfast.execution.parallel.share import NOT_SAMPLED, RankShare
 from holdfast.execution.profile_run import heaviest_plan
 from holdfast.execution.sampling.nonfinite import broken_rows, tell_of_others
 from holdfast.execution.sampling.sampler import Masks, Sampler
-from holdfast.execution.streaming.layer_slots import LayerSlots
+from holdfast.execution.streaming.disk.layer_slots import LayerSlots
 from holdfast.execution.tiers.cpu import CpuPageCopies, Over
 from holdfast.execution.transformer import Transformer
 from holdfast.execution.weights.decoder_weights import Weights

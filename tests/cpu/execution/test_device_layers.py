@@ -23,7 +23,7 @@ from simulated_copies import QueuedCopies, SimulatedCopies, unpinned_memory
 from holdfast.errors import EngineError
 from holdfast.execution.gpu.memory import layer_ranges
 from holdfast.execution.gpu.memory.layer_ranges import LayerRanges
-from holdfast.execution.streaming import device_layers, layer_pieces
+from holdfast.execution.streaming import device_layers, layer_pieces, layer_turns
 from holdfast.execution.streaming.device_layers import DeviceLayers
 from holdfast.execution.streaming.disk import layer_file, read_ahead
 from holdfast.execution.streaming.disk.layer_file import LayerFile, ReadInto
@@ -395,7 +395,7 @@ def test_ctrl_c_before_any_line_leaves_no_layer_half_there(seed: int, tmp_path, 
     for _ in range(6):
         if rng.random() < 0.5:  # A layer that came to stay arrives in the next step.
             layers.change(layers.one_less(layers.streamed) if len(layers.streamed) > 2 else streamed.layers)
-        with ctrl_c(device_layers, rng.randint(1, 300)):
+        with ctrl_c(layer_turns, rng.randint(1, 300)):
             reader.step(6)
         reader.step(6)
     copies.run_all()
@@ -425,7 +425,7 @@ def test_ctrl_c_before_any_line_leaves_no_layer_half_arrived(tmp_path) -> None:
     reader, lines = Reader(layers, placed, copies, packed=True), 0
     for at in range(1, 200):
         layers.change((0,))
-        with ctrl_c(device_layers, at) as struck:
+        with ctrl_c(layer_turns, at) as struck:
             reader.compute([1])
         reader.compute([1])
         copies.run_all()
@@ -459,7 +459,9 @@ def test_ctrl_c_while_layers_are_packed_leaves_those_that_stay_whole(at: int, tm
 
 
 @pytest.mark.parametrize("disk", ["works", "hangs"])
-@pytest.mark.parametrize("module", [device_layers, layer_ranges, read_ahead], ids=["layers", "ranges", "disk"])
+@pytest.mark.parametrize(
+    "module", [device_layers, layer_turns, layer_ranges, read_ahead], ids=["layers", "turns", "ranges", "disk"]
+)
 def test_ctrl_c_while_layers_change_leaves_something_behind_each(
     module: ModuleType, disk: str, tmp_path, monkeypatch
 ) -> None:

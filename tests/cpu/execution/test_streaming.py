@@ -23,10 +23,9 @@ from holdfast.config import EngineConfig
 from holdfast.engine.startup.build import build_core, find_model, plan_model
 from holdfast.errors import ConfigurationError, EngineError
 from holdfast.execution.memory import Arena
-from holdfast.execution.streaming import layer_slots
-from holdfast.execution.streaming.disk import layer_file
+from holdfast.execution.streaming.disk import layer_file, layer_slots
 from holdfast.execution.streaming.disk.layer_file import LayerFile, ReadInto
-from holdfast.execution.streaming.layer_slots import LayerSlots
+from holdfast.execution.streaming.disk.layer_slots import LayerSlots
 from holdfast.footprint.streamed import StreamedLayers, streamed_layers
 from holdfast.planner.sizing.engine_weights import EngineWeights
 from holdfast.records import Request, SamplingParams

@@ -16,7 +16,7 @@ from holdfast.execution.gpu.memory.layer_ranges import LayerRanges
 from holdfast.execution.streaming.copies import CudaCopies
 from holdfast.execution.streaming.device_layers import DeviceLayers
 from holdfast.execution.streaming.disk.layer_file import LayerFile
-from holdfast.execution.streaming.layer_slots import LayerSlots
+from holdfast.execution.streaming.disk.layer_slots import LayerSlots
 from holdfast.execution.streaming.pinned_memory import PinnedMemory
 from holdfast.hardware import memory, resident
 from holdfast.planner import Plan

@@ -11,7 +11,7 @@ from holdfast.execution.layers.linear import DenseLinear, Linear
 from holdfast.execution.memory import MakeTensor, exact_tensor
 from holdfast.execution.streaming.device_layers import DeviceLayers
 from holdfast.execution.streaming.disk.embedding_rows import EmbeddingRows
-from holdfast.execution.streaming.layer_slots import LayerSlots
+from holdfast.execution.streaming.disk.layer_slots import LayerSlots
 
 
 class EmbeddingLoader(Protocol):

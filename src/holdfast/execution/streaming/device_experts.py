@@ -22,7 +22,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import NamedTuple
 
 import msgspec
 import torch
@@ -30,10 +29,10 @@ import torch
 from holdfast.errors import EngineError
 from holdfast.execution.memory import Arena
 from holdfast.execution.streaming.copies import Copies, back_rate
-from holdfast.execution.streaming.expert_exchange import FetchedPieces, LayerExchange, bytes_of
+from holdfast.execution.streaming.expert_exchange import Apart, FetchedPieces, bytes_of
 from holdfast.execution.streaming.expert_host import ExpertHost
 from holdfast.execution.streaming.expert_uses import ExpertUses, Swap
-from holdfast.execution.streaming.layer_slots import ExpertSlot
+from holdfast.execution.streaming.layer_turns import ExpertSlot
 from holdfast.execution.streaming.pinned_memory import PinnedMemory, as_device_memory
 from holdfast.footprint.expert_places import LINK_SHARE, ExpertPlaces
 from holdfast.footprint.streamed import with_gaps
@@ -54,22 +53,6 @@ MEASURED_LAYERS = 8
 
 Take = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
 """(planes of those that stay, if any; planes of those that wait, in their slot): a layer's products use these."""
-
-
-class Apart(NamedTuple):
-    """Where a layer's products find its experts."""
-
-    places: torch.Tensor
-    """int32 [experts]"""
-    uses: torch.Tensor
-    """int32 [experts]: tokens that chose each, in steps with few, so far."""
-    fetched: FetchedPieces | None = None
-    """Those that wait are to be fetched; None: they are in their slot."""
-    exchange: LayerExchange | None = None
-    """With the host, which computes with those that wait, or some of them."""
-    slots: torch.Tensor | None = None
-    """int32 [rows]: of the rows that are tokens. Others pad the step: nothing comes or is computed for what they would
-    choose, nor is it counted. None: it makes no difference."""
 
 
 class DeviceExperts:

@@ -68,6 +68,22 @@ class LayerExchange(NamedTuple):
     """int32 [1] that both see: the same, for the host to look at."""
 
 
+class Apart(NamedTuple):
+    """Where a layer's products find its experts."""
+
+    places: torch.Tensor
+    """int32 [experts]"""
+    uses: torch.Tensor
+    """int32 [experts]: tokens that chose each, in steps with few, so far."""
+    fetched: FetchedPieces | None = None
+    """Those that wait are to be fetched; None: they are in their slot."""
+    exchange: LayerExchange | None = None
+    """With the host, which computes with those that wait, or some of them."""
+    slots: torch.Tensor | None = None
+    """int32 [rows]: of the rows that are tokens. Others pad the step: nothing comes or is computed for what they would
+    choose, nor is it counted. None: it makes no difference."""
+
+
 def bytes_of(plane: torch.Tensor, experts: int) -> torch.Tensor:
     """[expert, bytes], the same memory."""
     return plane.view(torch.uint8).view(experts, -1)

@@ -11,8 +11,8 @@ from holdfast.execution.layers.linear import DenseLinear, Linear, QuantizedLinea
 from holdfast.execution.native import BlockMatrix
 from holdfast.execution.streaming.device_experts import DeviceExperts
 from holdfast.execution.streaming.device_layers import DeviceLayers
+from holdfast.execution.streaming.disk.layer_slots import LayerSlots
 from holdfast.execution.streaming.host_mlps import HostMlps
-from holdfast.execution.streaming.layer_slots import LayerSlots
 
 
 @dataclass(frozen=True, slots=True)

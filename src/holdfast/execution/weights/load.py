@@ -35,7 +35,7 @@ from holdfast.execution.native import BlockMatrix
 from holdfast.execution.parallel.pieces import fill_cut, fill_piece, read_piece, whole_of
 from holdfast.execution.streaming.device_experts import DeviceExperts
 from holdfast.execution.streaming.device_layers import DeviceLayers
-from holdfast.execution.streaming.layer_slots import LayerSlots
+from holdfast.execution.streaming.disk.layer_slots import LayerSlots
 from holdfast.execution.weights.decoder_weights import (
     GatedWeights,
     LayerWeights,

@@ -32,7 +32,8 @@ from holdfast.execution.layers.experts import (
     Stack,
 )
 from holdfast.execution.ops.interface import Activation
-from holdfast.execution.streaming.device_experts import Apart, DeviceExperts
+from holdfast.execution.streaming.device_experts import DeviceExperts
+from holdfast.execution.streaming.expert_exchange import Apart
 from holdfast.execution.triton_kernels import layer as layer_kernels
 from holdfast.execution.triton_kernels.experts import launch as kernels
 from holdfast.execution.triton_kernels.experts.blocks import multiply_blocks

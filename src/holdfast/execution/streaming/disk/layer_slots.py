@@ -1,12 +1,11 @@
-"""Slots in memory that layers take turns in. Each streamed layer has one slot, so its tensors keep their addresses:
+"""Slots in RAM that layers of a file take turns in. Each streamed layer has one slot, so its tensors keep their
+addresses:
 
     layer    0   1   2   3   4   5   6   7        slots: 2; streamed: 1, 3, 5, 7; the others stay where they are
     slot         A       B       A       B
              ──► computed ──►      while 3 is computed in B, 5 is read into A, and after 7 comes 1 again
 
-The order is always the same, so what comes next is known, and nothing is ever guessed. On a CPU they are filled here,
-from a file. Of slots on a GPU, what is in each: device_layers.py and device_experts.py fill them. Knows nothing of
-products.
+The order is always the same, so what comes next is known, and nothing is ever guessed. Knows nothing of products.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import msgspec
 import torch
 
 from holdfast.execution.memory import Arena
-from holdfast.execution.streaming.copies import Copies
 from holdfast.execution.streaming.disk.layer_file import LayerFile
 from holdfast.footprint.streamed import StreamedLayers
 from holdfast.observability.decisions import Decision
@@ -128,30 +126,3 @@ class _Slot:
         self.coming: list[Future[None]] = []
         self.asking = False
         """For what shall be in it; still so where that was interrupted, by Ctrl-C say."""
-
-
-class DeviceSlot:
-    def __init__(self, copies: Copies) -> None:
-        self.halves = tuple(SlotHalf(number, copies) for number in (0, 1))
-
-
-class SlotHalf:
-    """Of whichever layer is in the slot: its first bytes, which attention reads, or the others."""
-
-    def __init__(self, number: int, copies: Copies) -> None:
-        self.number = number
-        self.layer: int | None = None
-        """Whose bytes are in it, or asked for."""
-        self.waiting = False
-        """For a disk: the copy is not launched."""
-        self.packed = False
-        """It is to be spread before it is read."""
-        self.read, self.copied = copies.mark(), copies.mark()
-
-
-class ExpertSlot:
-    def __init__(self, tensor: torch.Tensor, copies: Copies) -> None:
-        self.tensor = tensor
-        self.layer: int | None = None
-        """Whose experts are in it, or asked for."""
-        self.read, self.copied = copies.mark(), copies.mark()
