@@ -69,7 +69,8 @@ class HoldfastError(Exception):
         self.request_id = request_id
 
     def __str__(self) -> str:
-        lines = [f"{self.message} [{self.code}]"]
+        first, *more = self.message.split("\n")
+        lines = [f"{first} [{self.code}]", *more]
         if self.needed is not None:
             lines.append(f"  needed: {self.needed}")
         if self.found is not None:

@@ -91,6 +91,7 @@ def test_a_setting_that_is_refused_again_and_again_is_said_once(
     said = capsys.readouterr().err
     assert len(asked) > 3
     assert said.count("a budget of ") == said.count("also refused: a budget of 8.79 TiB") == 1
+    assert said.splitlines()[0].endswith(" [HF100]"), "not behind what else is refused, which has another"
     assert said.count("also refused: --quantization") == 1
     words = command_in(said)
     assert refused_start(["serve", *words], parse_command_line) is None
