@@ -21,7 +21,7 @@ install: $(STAMPS)/dev ## create the environment .venv with the development tool
 serve: $(STAMPS)/runtime ## install what is needed and serve on 127.0.0.1:8000 (make serve ARGS="--port 9000")
 	@exec $(VENV)/bin/holdfast serve $(ARGS)
 
-test: $(STAMPS)/dev test-tools ## linters and the test suite, about 15 minutes on 2 cores (ARGS go to pytest)
+test: $(STAMPS)/dev test-tools ## linters and the test suite, about 14 minutes on 2 cores (ARGS go to pytest)
 	@scripts/check.sh quick $(ARGS)
 
 test-all: $(STAMPS)/dev test-tools ## the same with the long tests: an hour or more

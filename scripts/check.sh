@@ -5,11 +5,11 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 
 kind=${1:?quick or all}
-workers=${HOLDFAST_TEST_WORKERS:-3}
+workers=${HOLDFAST_TEST_WORKERS:-4}
 unset HOLDFAST_TEST_WORKERS  # Holdfast's own settings are called so too, and tests see that there are none.
 case $kind in
-  # Three at a time, whole files each: for a third of its time a test waits, for a process that starts or a limit that
-  # runs out, and two leave one of two cores idle. In the order of tests/conftest.py, at whose end none of the three
+  # Four at a time, whole files each: for a third of its time a test waits, for a process that starts or a limit that
+  # runs out, and two leave one of two cores idle. In the order of tests/conftest.py, at whose end none of the four
   # waits for the others. Another count: HOLDFAST_TEST_WORKERS. The long runs measure, and so run alone.
   # Folders without a single quick test are not even read, by none of the workers. What fails runs once more: on two
   # cores that all of this shares, a test may lose a race that a second try wins. Each such is shown with its failure

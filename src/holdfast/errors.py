@@ -70,7 +70,10 @@ class HoldfastError(Exception):
 
     def __str__(self) -> str:
         first, *more = self.message.split("\n")
-        lines = [f"{first} [{self.code}]", *more]
+        if first.endswith(":"):  # Of a list.
+            lines = [f"{self.message} [{self.code}]"]
+        else:  # What follows may have another code.
+            lines = [f"{first} [{self.code}]", *more]
         if self.needed is not None:
             lines.append(f"  needed: {self.needed}")
         if self.found is not None:
