@@ -42,7 +42,7 @@ def settings_findings(command: ServerCommand, question: Question, *, here: bool)
 def _refused(command: ServerCommand, question: Question, here: bool) -> ConfigurationError | None:
     """The first. None also of another engine, and of what is no command line or not understood, which is flags.py's to
     say."""
-    from holdfast.planner.serve.settings import refuse_settings_on
+    from holdfast.planner.serve.refused_settings import refuse_settings_on
 
     given = _given(command)
     if given is None:

@@ -43,7 +43,7 @@ from holdfast.planner.fit.search import fit as fit_again
 from holdfast.planner.inputs.question import Machine, PlannedModel
 from holdfast.planner.models.model_sources import ModelSource, holdfast_source, llama_source, near_gguf, torch_source
 from holdfast.planner.models.quantize import as_plain, quantized_as
-from holdfast.planner.serve.settings import refuse_ranks_on
+from holdfast.planner.serve.refused_settings import refuse_ranks_on
 from holdfast.planner.sizing.dtype import is_fp8
 from holdfast.units import GIB, MIB, format_bytes
 

@@ -35,7 +35,7 @@ from holdfast.planner.serve import refusals
 from holdfast.planner.serve.cpu_plan import planned_model, without_tensors
 from holdfast.planner.serve.offload import alternative, host_share, with_offload
 from holdfast.planner.serve.ranks import expert_parallel_said, refuse_with_ranks
-from holdfast.planner.serve.settings import check_of_a_gpu, require_together
+from holdfast.planner.serve.refused_settings import check_of_a_gpu, require_together
 from holdfast.planner.serve.settle import longest_context
 from holdfast.planner.serve.shares.engines import ram_share
 from holdfast.planner.serve.shares.gpu_ranks import (
