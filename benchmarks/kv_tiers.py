@@ -16,6 +16,9 @@
                             reads of what was written; a restart; the four again, and two that are new
         disk-again DIR      the second half of that alone, in a process of its own
         nothing-to-reuse-disk DIR       as above, with --kv-store in a new folder there
+        computing-pays DIR  conversations of the 8B, which a GPU computes sooner than a disk reads: written there, and
+                            after a restart asked again, each beside one that nobody asked before; seconds to the first
+                            token in all, of those computed
         shrink-moved, shrink-swapped    a pool of 40 GiB becomes one of 20 while streams run: benchmarks/kv_shrink.py
     --small     tries rows on a CPU, with a tiny model, and a store on disk in place of RAM
     --out FILE  gets the lines too, as they come
@@ -287,7 +290,7 @@ def decode(engines: Engines, scale: Scale) -> None:
     settle(core)
     found: dict[str, list[float]] = {"nobody": [], "conversations": [], "short prompts": []}
     longest = int(scale.settings["max_model_len"]) - 128
-    for beside in ("nobody", "conversations", "nobody", "conversations", "short prompts"):
+    for beside in (*("nobody", "conversations") * 3, "nobody", "short prompts"):
         for number in range(scale.decoders):
             add(core, f"d{number}-{time.monotonic()}", [number + 3] * 64, min(1900, longest))
         before, asked = tiers_of(core.stats()), [] if beside == "nobody" else prompts
@@ -409,6 +412,33 @@ def disk(engines: Engines, scale: Scale, folder: str, *, again: bool) -> None:
     engines.close()
 
 
+def computing_pays(engines: Engines, scale: Scale, folder: str) -> None:
+    """Twelve are stored, and asked twice, each beside one that is new: what asking the disk costs where computing is
+    sooner. Which of the two is sooner the engine finds by itself, from what it tries."""
+    row, count = "computing-pays", min(12, scale.conversations)
+    engines.close()
+    with tempfile.TemporaryDirectory(dir=folder) as store:
+        on = {"kv_store": store, "kv_store_size": "60GiB", "kv_store_daily_writes": "1TiB"}
+        core = engines.core(scale.config, **scale.settings, **on)
+        stored = [prompt(number, scale) for number in range(count)]
+        for ids in [one for one in stored for _ in range(2)]:
+            ask(core, [ids])
+        settle(core)
+        engines.close()
+        core = engines.core(scale.config, **scale.settings, **on)
+        before = tiers_of(core.stats())
+        again, new = list[float](), list[float]()
+        for number, ids in enumerate(stored * 2):  # The pool holds less than one round.
+            again += ask(core, [ids])
+            new += ask(core, [prompt(100 + number, scale)])
+        engines.report.say(
+            row, again_s=rounded(again), new_s=rounded(new), slowest=max(again) / median(new),
+            **since(before, tiers_of(core.stats())),
+        )  # fmt: skip
+        engines.report.judge(row, "seconds to first tokens in all, of those computed", sum(again) / sum(new), most=1.05)
+        engines.close()
+
+
 def rounded(seconds: list[float]) -> list[float]:
     return [round(one, 3) for one in seconds]
 
@@ -425,7 +455,7 @@ def disk_rate(folder: str) -> float:
     return len(order) * piece / (time.perf_counter() - began_s)
 
 
-WITH_FOLDER = ("disk", "disk-again", "nothing-to-reuse-disk")
+WITH_FOLDER = ("disk", "disk-again", "nothing-to-reuse-disk", "computing-pays")
 ROWS = ("ram", "decode", "nothing-to-reuse", "shrink-moved", "shrink-swapped", *WITH_FOLDER)
 
 
@@ -461,6 +491,8 @@ def main(given: list[str] | None = None) -> None:
             decode(engines, scale)
         elif row in ("nothing-to-reuse", "nothing-to-reuse-disk"):
             nothing_to_reuse(engines, scale, folder)
+        elif folder is not None and row == "computing-pays":
+            computing_pays(engines, scale, folder)
         elif folder is not None:
             disk(engines, scale, folder, again=row == "disk-again")
         else:

@@ -139,6 +139,8 @@ TIER_MINUTES = max(3.0, float(os.environ.get("HOLDFAST_SOAK_MINUTES", "8" if DEV
 CONVERSATIONS = 24
 LONGEST_TOKENS = 900
 STORE_BYTES = 192 << 20
+DAILY_WRITES = "1TiB"
+"""More than is written: with the usual ten times the store's size nothing would be, after a minute of this."""
 POOL_BYTES = (256 if DEVICE == "cuda" else 64) << 20
 GIVEN_UP_BYTES = POOL_BYTES // 4
 EVENTS = 12
@@ -241,6 +243,13 @@ class Upheavals:
         self.budgets += 1
 
 
+COUNTED = {
+    "prompts": "vllm:prompt_tokens_total", "generated": "vllm:generation_tokens_total",
+    "preemptions": "vllm:num_preemptions_total", "dropped": "holdfast:kv_store_dropped_writes_total",
+    "missed": "holdfast:kv_store_missed_pages_total", "failed_copies": "holdfast:kv_tier_failed_copies_total",
+}  # fmt: skip
+
+
 class Samples:
     """Of the server, every few seconds: tokens, CPU time, memory and disk."""
 
@@ -263,11 +272,23 @@ class Samples:
         self._ended_s += sum(used for pid, used in self._alive.items() if pid not in seconds)
         self._alive = seconds
         disk = sum(path.stat().st_blocks * 512 for path in self._store.glob("*"))
-        prompts, generated = self._server.metrics("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
+        counted = dict(zip(COUNTED, self._server.metrics(*COUNTED.values()), strict=True))
         self.rows.append({
-            "at_s": time.monotonic() - paused_s, "cpu_s": self._ended_s + sum(seconds.values()), "disk": disk,
-            "tokens": prompts + generated, **rss,
+            "at_s": time.monotonic() - paused_s, "cpu_s": self._ended_s + sum(seconds.values()), "disk": disk, **rss,
+            **counted, "tokens": counted["prompts"] + counted["generated"],
+            **{f"{tier}_{name}": value for tier, told in self._tiers().items() for name, value in told.items()},
         })  # fmt: skip
+
+    def _tiers(self) -> dict[str, dict[str, float]]:
+        told = httpx.get(f"{self._server.url}/memory", timeout=300).json().get("kv_tiers", [])
+        names = {"hit_tokens": "hit_tokens_total", "stored": "stored_bytes_total"}
+        return {one["tier"]: {short: one[name] for short, name in names.items()} for one in told}
+
+    def gained(self, name: str, *, last: bool | None = None) -> float:
+        """None: of the whole run. What a counter lost, because its process began anew, is not taken off."""
+        rows = self.rows if last is None else self.window(last=last)
+        told = [row[name] for row in rows if name in row]
+        return sum(max(0.0, after - before) for before, after in itertools.pairwise(told))
 
     def window(self, *, last: bool) -> list[dict[str, float]]:
         """A third of the run, without its first fifth, in which everything fills."""
@@ -280,8 +301,7 @@ class Samples:
     def rate(self, by: str, *, last: bool) -> float:
         """Tokens of prompts and answers, by seconds that passed or by those of the CPU."""
         rows = self.window(last=last)
-        gained = [max(0.0, after["tokens"] - before["tokens"]) for before, after in itertools.pairwise(rows)]
-        return sum(gained) / max(1e-9, rows[-1][by] - rows[0][by])
+        return self.gained("tokens", last=last) / max(1e-9, rows[-1][by] - rows[0][by])
 
     def median_mib(self, name: str, *, last: bool) -> float:
         return statistics.median(row[name] for row in self.window(last=last) if row[name]) / 2**20
@@ -295,6 +315,7 @@ async def test_conversations_that_return_over_all_tiers(start_server, tmp_path: 
         *os.environ.get("HOLDFAST_SOAK_MODEL", "").split(), "--device", DEVICE, "--max-model-len", "1024",
         "--max-num-seqs", "8", "--served-model-name", "soak", "--disable-access-log", "--enable-sleep-mode",
         "--kv-cache-memory-bytes", str(POOL_BYTES), "--kv-store", str(store), "--kv-store-size", str(STORE_BYTES),
+        "--kv-store-daily-writes", DAILY_WRITES,
         "--enable-prompt-tokens-details", "--yield-to-neighbours",
         *(["--kv-ram", str(STORE_BYTES)] if DEVICE == "cuda" else ["--threads", "2"]),
         environment={"VLLM_SERVER_DEV_MODE": "1"},
@@ -319,12 +340,15 @@ async def test_conversations_that_return_over_all_tiers(start_server, tmp_path: 
         name: [round(samples.median_mib(name, last=late), 1) for late in (False, True)] for name in ("front", "engine")
     }
     most_disk = max(row["disk"] for row in samples.rows)
-    names = ("vllm:num_preemptions_total", "holdfast:kv_store_bytes", "holdfast:kv_tier_hit_tokens_total")
-    preempted, stored, below = server.metrics(*names)
+    stored = server.metric("holdfast:kv_store_bytes")
+    tiers = {name.removesuffix("_stored") for row in samples.rows for name in row if name.endswith("_stored")}
+    written_mib = [round(samples.gained("disk_stored", last=late) / 2**20, 1) for late in (False, True)]
     figures = {
         "device": DEVICE, "minutes": TIER_MINUTES, "requests": load.finished, "cancelled": load.cancelled,
         "cached_tokens": load.cached_tokens, "sleeps": upheavals.sleeps, "budgets": upheavals.budgets,
-        "preemptions_since_wake": preempted, "tier_hit_tokens_since_wake": below, "store_mib": round(stored / 2**20, 1),
+        "store_mib": round(stored / 2**20, 1), "written_to_disk_mib": written_mib,
+        "hit_tokens": {tier: samples.gained(f"{tier}_hit_tokens") for tier in sorted(tiers)},
+        **{name: samples.gained(name) for name in ("preemptions", "dropped", "missed", "failed_copies")},
         "tokens_per_s": [round(samples.rate("at_s", last=late), 1) for late in (False, True)],
         "tokens_per_cpu_s": [round(samples.rate("cpu_s", last=late), 1) for late in (False, True)],
         "throughput_ratio": round(last / first, 3), "rss_mib": memory,
@@ -336,6 +360,9 @@ async def test_conversations_that_return_over_all_tiers(start_server, tmp_path: 
     assert load.cached_tokens > 0
     assert load.cancelled > 0
     assert stored > 0
+    assert all(written_mib), "pages are written to the end"
+    # Not of each: on a fast GPU computing may be sooner than a disk.
+    assert sum(samples.gained(f"{tier}_hit_tokens", last=True) for tier in tiers) > 0, "tiers are used to the end"
     assert memory["front"][1] < memory["front"][0] + 24, "the front end grows"
     assert memory["engine"][1] < memory["engine"][0] + 64, "the engine grows"
     assert most_disk < STORE_BYTES * 1.1 + (8 << 20), "the store is larger than its limit"

@@ -225,10 +225,15 @@ class KVCache:
             self._count_hit(book, prefix, tokens_looked_up)
         book.fetch = None
 
+    def found_in_pool(self, book: SequenceBlocks, prefix: Prefix) -> int:
+        """Tokens of a prefix that is about to be adopted which no tier below the pool was asked for."""
+        fetch = book.fetch
+        return prefix.tokens if fetch is None else min(prefix.tokens, fetch.before * self.layout.block_tokens)
+
     def _count_hit(self, book: SequenceBlocks, prefix: Prefix, tokens_looked_up: int) -> None:
         self.queries_total += tokens_looked_up
         tokens, fetch = prefix.tokens, book.fetch
-        self.hits_total += tokens if fetch is None else min(tokens, fetch.before * self.layout.block_tokens)
+        self.hits_total += self.found_in_pool(book, prefix)
         if self.tiers is None:
             return
         if fetch is None:

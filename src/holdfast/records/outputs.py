@@ -98,6 +98,8 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """The grammar of the answer is complete, and its last token is part of the text."""
     cached_tokens: int = 0
     """Of the prompt, how many were found in the prefix cache at first admission."""
+    fetched_tokens: int = 0
+    """Of these, how many came from tiers below the KV pool."""
     timing: RequestTiming | None = None
     """With the first token, and with the last output."""
     failure: Failure | None = None
@@ -171,6 +173,8 @@ class AnswerDelta(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: int | str | None = None
     """The stop string or id that ended it."""
     cached_tokens: int = 0
+    fetched_tokens: int = 0
+    """Of these, how many came from tiers below the KV pool."""
     timing: RequestTiming | None = None
     """With the last delta of this answer."""
 

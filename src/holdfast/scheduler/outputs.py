@@ -81,6 +81,7 @@ def make_output(
         finish_reason=reason,
         stop_token_id=stop_id,
         cached_tokens=sequence.cached_tokens,
+        fetched_tokens=sequence.fetched_tokens,
         timing=timing,
         failure=failure,
         complete=complete,

@@ -69,7 +69,9 @@ class Sequence:
     computes: set[Tier] = field(default_factory=set)
     """What could have been fetched for it from there since then is computed: that is sooner."""
     cached_tokens: int = 0
-    """FoundBelow in the prefix cache when it was first admitted."""
+    """Of the prompt, found in the prefix cache when it was first admitted."""
+    fetched_tokens: int = 0
+    """Of these, what came from tiers below the pool."""
     scheduled_s: float | None = None
     first_token_s: float | None = None
 

@@ -78,6 +78,11 @@ def test_a_prefix_outlives_a_server_that_is_killed(start_server, tiny_arguments,
     assert queries >= hits == found
     (by_tier,) = second.metrics("holdfast:kv_tier_hit_tokens_total")
     assert by_tier == found
+    page = httpx.get(f"{second.url}/metrics", timeout=PATIENCE_S).text
+    by_source = {line.partition('source="')[2] for line in page.splitlines() if "by_source_total{" in line}
+    assert {f'external_kv_transfer"}} {found:.1f}', 'local_cache_hit"} 0.0'} <= by_source
+    loaded, of_all_tiers = second.metrics("holdfast:kv_tier_loaded_bytes_total", "vllm:kv_offload_load_bytes_total")
+    assert loaded == of_all_tiers > 0
     memory = httpx.get(f"{second.url}/memory", timeout=PATIENCE_S).json()
     (disk,) = memory["kv_tiers"]
     assert (disk["tier"], disk["hit_tokens_total"]) == ("disk", found)

@@ -76,6 +76,7 @@ class OutputBuilder:
             finish_reason=reason,
             stop_reason=stop_reason,
             cached_tokens=output.cached_tokens,
+            fetched_tokens=output.fetched_tokens,
             timing=self._times(output),
         )
 

@@ -20,6 +20,8 @@ def kv_tier_metrics(stats: EngineStats, labels: Sequence[str], values: Sequence[
         return family
 
     hits = {tier.tier: tier.hit_tokens_total for tier in stats.kv_tiers}
+    loaded = {tier.tier: tier.loaded_bytes_total for tier in stats.kv_tiers}
+    stored = {tier.tier: tier.stored_bytes_total for tier in stats.kv_tiers}
     yield total(
         "vllm:external_prefix_cache_queries",
         "Prompt tokens that were not in the KV pool, looked up in the tiers below it.",
@@ -28,15 +30,20 @@ def kv_tier_metrics(stats: EngineStats, labels: Sequence[str], values: Sequence[
     yield total(
         "vllm:external_prefix_cache_hits", "Prompt tokens that came from tiers below the KV pool.", sum(hits.values())
     )
+    for name, help_text, moved in (
+        ("vllm:kv_offload_load_bytes", "Bytes of KV pages that came to the pool.", loaded),
+        ("vllm:kv_offload_store_bytes", "Bytes of KV pages that went to tiers below the pool.", stored),
+    ):
+        yield total(name, help_text, sum(moved.values()))
     by_tier: dict[str, tuple[str, Callable[[str], float]]] = {
         "holdfast:kv_tier_hit_tokens": ("Prompt tokens that came from each tier.", lambda tier: hits[tier]),
         "holdfast:kv_tier_loaded_bytes": (
             "Bytes of KV pages that came to the pool, by tier.",
-            lambda tier: next(one.loaded_bytes_total for one in stats.kv_tiers if one.tier == tier),
+            lambda tier: loaded[tier],
         ),
         "holdfast:kv_tier_stored_bytes": (
             "Bytes of KV pages that went to each tier.",
-            lambda tier: next(one.stored_bytes_total for one in stats.kv_tiers if one.tier == tier),
+            lambda tier: stored[tier],
         ),
     }
     for name, (help_text, value) in by_tier.items():

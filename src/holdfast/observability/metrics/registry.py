@@ -31,8 +31,8 @@ from holdfast.observability.metrics.engines import LABELS, EngineCollector, Engi
 from holdfast.observability.metrics.fast_histogram import JoinedHistograms, QuickHistogram
 from holdfast.records import AnswerDelta, EngineStats, ExpertUse, FinishReason, LinkUse
 
-COMPUTED, FOUND, TRANSFERRED = SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
-"""vLLM's names for where the KV of a prompt's token comes from. None is transferred here, and the series says so."""
+COMPUTED, FOUND, FETCHED = SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
+"""vLLM's names for where the KV of a prompt's token comes from; the last is of what tiers below the KV pool held."""
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -172,16 +172,19 @@ class ServingMetrics:
         if generated:
             self.generation_tokens[engine].inc(generated)
 
-    def count_sources(self, prompt_tokens: int, cached_tokens: int, *, engine: int = 0) -> None:
+    def count_sources(self, prompt_tokens: int, cached_tokens: int, fetched_tokens: int, *, engine: int = 0) -> None:
         """Where the KV of one prompt came from."""
         self.cached_tokens[engine].inc(cached_tokens)
-        self.by_source[engine][FOUND].inc(cached_tokens)
+        self.by_source[engine][FOUND].inc(cached_tokens - fetched_tokens)
+        self.by_source[engine][FETCHED].inc(fetched_tokens)
         self.by_source[engine][COMPUTED].inc(prompt_tokens - cached_tokens)
 
-    def count_embedding(self, prompt_tokens: int, cached_tokens: int, latency_s: float, engine: int = 0) -> None:
+    def count_embedding(
+        self, prompt_tokens: int, cached_tokens: int, fetched_tokens: int, latency_s: float, engine: int = 0
+    ) -> None:
         """A prompt that became a vector; there is no token to wait for."""
         self.count_tokens(prompt=prompt_tokens, engine=engine)
-        self.count_sources(prompt_tokens, cached_tokens, engine=engine)
+        self.count_sources(prompt_tokens, cached_tokens, fetched_tokens, engine=engine)
         self.prefill_computed[engine].observe(prompt_tokens - cached_tokens)
         self.request_prompt_tokens[engine].observe(prompt_tokens)
         self.e2e[engine].observe(latency_s)
@@ -248,7 +251,7 @@ class RequestMeter:
                 metrics.count_tokens(prompt=self.prompt_tokens, engine=engine)
             if self._cached_tokens is None and delta.index == 0:
                 self._cached_tokens = delta.cached_tokens
-                metrics.count_sources(self.prompt_tokens, delta.cached_tokens, engine=engine)
+                metrics.count_sources(self.prompt_tokens, delta.cached_tokens, delta.fetched_tokens, engine=engine)
             last_s = self._last_token_s.get(delta.index)
             # Several tokens in one delta came at the same moment: the wait is shared among them.
             if last_s is not None:

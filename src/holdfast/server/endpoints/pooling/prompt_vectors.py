@@ -173,7 +173,7 @@ class PromptVectors:
                 request_id=name,
             )
         took_s = time.monotonic() - began_s
-        self._metrics.count_embedding(len(prompt), delta.cached_tokens, took_s, engine_of(stream))
+        self._metrics.count_embedding(len(prompt), delta.cached_tokens, delta.fetched_tokens, took_s, engine_of(stream))
         return PromptVector(delta.embedding, delta.cached_tokens)
 
 
