@@ -418,7 +418,7 @@ def computing_pays(engines: Engines, scale: Scale, folder: str) -> None:
     row, count = "computing-pays", min(12, scale.conversations)
     engines.close()
     with tempfile.TemporaryDirectory(dir=folder) as store:
-        on = {"kv_store": store, "kv_store_size": "60GiB", "kv_store_daily_writes": "1TiB"}
+        on: dict[str, Any] = {"kv_store": store, "kv_store_size": "60GiB", "kv_store_daily_writes": "1TiB"}
         core = engines.core(scale.config, **scale.settings, **on)
         stored = [prompt(number, scale) for number in range(count)]
         for ids in [one for one in stored for _ in range(2)]:
