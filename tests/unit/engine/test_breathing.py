@@ -396,6 +396,26 @@ def test_the_pool_gives_way_to_a_neighbour_while_answers_go_on_and_grows_when_it
     assert not change.lowered
 
 
+def test_an_idle_pool_that_gave_way_does_not_swing_and_is_taken_back_with_the_next_request(clock: Clock) -> None:
+    device = FakeDevice(total=60)
+    core = make(device, idle_s=5.0, watches=True)
+    ask(core, "first", 0)
+    run(core)
+    core.breathe()
+    for _ in range(4):
+        device.neighbour = 60 - device.blocks  # All that is free, as often as it becomes more.
+        breathe_for(core, clock, 1)
+    assert device.blocks == LEAST
+    breathe_for(core, clock, 6)
+    device.neighbour = 0
+    core.pop_breathed()
+    breathe_for(core, clock, 60)
+    assert (device.blocks, core.pop_breathed()) == (LEAST, None), "nobody asks"
+    ask(core, "next", 1000)
+    core.step()
+    assert device.blocks == BLOCKS, "at once, and not when the neighbour has been away for long"
+
+
 class Layers:
     """Beside the pool, of a page each: a budget of a GPU over both, as an arbiter has it. What was set is a little more
     than whole pages."""

@@ -159,6 +159,8 @@ class Breathing:
         if self._idle_release_s is None or self._released or not idle or idle_s < self._idle_release_s:
             return None
         if blocks <= scheduler.least_blocks:
+            # Neighbours have had it all. It neither grows while nobody asks, nor waits for them when somebody does.
+            self._released = blocks < self._full
             return None
         reason = f"no request for {self._idle_release_s:g} s"
         return self._begin(scheduler, _Shrink(scheduler.least_blocks, reason, now_s + SAVE_IDLE_S, True), ways)
