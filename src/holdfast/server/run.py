@@ -41,6 +41,10 @@ EXIT_OK, EXIT_FAILED, EXIT_CONFIGURATION = 0, 1, 2
 PORT_TAKEN, ADDRESS_REFUSED = "HF150", "HF151"
 FLUSH_TIMEOUT_S = 5.0
 """After the engine is drained: time for the last bytes to reach slow clients."""
+KEEP_ALIVE_S = 650
+"""For connections without a request. Longer than clients and proxies keep theirs (httpx 5 s, aiohttp 15, nginx and AWS
+60, Google 600): whoever closes first must be they, or a request that is just sent meets a closed connection. Where there
+are too many, the oldest are closed for others all the same."""
 STOP_TIMEOUT_S = 5.0
 FAILURE_POLL_S = 0.1
 LAST_ANSWERS_S = 2.0
@@ -198,6 +202,7 @@ async def serve(
         log_config=None,
         access_log=False,
         server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=int(FLUSH_TIMEOUT_S),
     )
     server = HttpServer(config, allow_connections(max_connections), tls)

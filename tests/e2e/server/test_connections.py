@@ -71,6 +71,15 @@ def post(path: str, *headers: str, body: bytes | None = None) -> bytes:
     return ("\r\n".join(lines) + "\r\n\r\n").encode() + (body or b"")
 
 
+def test_a_connection_is_kept_for_longer_than_clients_keep_theirs(server) -> None:
+    """Or their next request would be sent just when it is closed. httpx keeps one for 5 s, as uvicorn by itself does."""
+    with connect(server) as client:
+        for _ in range(2):
+            client.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert one_answer(client)[0].startswith(b"http/1.1 200")
+            assert select.select([client], [], [], 5.5)[0] == [], "the server closed it"
+
+
 UPGRADES = [
     ("Connection: Upgrade", "Upgrade: h2c"),
     ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA"),
