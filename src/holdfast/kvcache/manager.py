@@ -231,21 +231,18 @@ class KVCache:
         return prefix.tokens if fetch is None else min(prefix.tokens, fetch.before * self.layout.block_tokens)
 
     def _count_hit(self, book: SequenceBlocks, prefix: Prefix, tokens_looked_up: int) -> None:
+        in_pool = self.found_in_pool(book, prefix)
         self.queries_total += tokens_looked_up
-        tokens, fetch = prefix.tokens, book.fetch
-        self.hits_total += self.found_in_pool(book, prefix)
+        self.hits_total += in_pool
         if self.tiers is None:
             return
-        if fetch is None:
-            self.below_queries_total += tokens_looked_up - tokens
-        else:
-            self.below_queries_total += tokens_looked_up - fetch.before * self.layout.block_tokens
-            left = tokens - fetch.before * self.layout.block_tokens
-            for tier, blocks in fetch.blocks.items():
-                found = max(0, min(left, blocks * self.layout.block_tokens))
-                self.below_hits_total[tier] += found
-                left -= found
-        found_blocks = tokens // self.layout.block_tokens
+        self.below_queries_total += tokens_looked_up - in_pool
+        left = prefix.tokens - in_pool
+        for tier, blocks in ({} if book.fetch is None else book.fetch.blocks).items():
+            found = min(left, blocks * self.layout.block_tokens)
+            self.below_hits_total[tier] += found
+            left -= found
+        found_blocks = prefix.tokens // self.layout.block_tokens
         for group, first in enumerate(prefix.first_entries):
             self.tiers.note_use(group, book.hashes[first:found_blocks])
         book.used_before = found_blocks + self.tiers.used_before(book.hashes[found_blocks:])
