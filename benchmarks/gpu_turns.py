@@ -48,6 +48,8 @@ class Side:
     settings: dict[str, Any]
     against: str
     """The name of the side that this one is compared with; empty: none."""
+    before: bool = False
+    """By the sources of an earlier commit."""
 
     @property
     def label(self) -> str:
@@ -62,6 +64,8 @@ class Surroundings:
     """For weights."""
     vllm: Path | None = None
     llama: Path | None = None
+    before: Path | None = None
+    """Root of an earlier commit's tree."""
 
 
 class FailedError(Exception):
@@ -90,6 +94,11 @@ class Worker:
         }
         if side.engine == "vllm" and around.vllm is not None:
             environment["PYTHONPATH"] = str(around.vllm)
+        if side.before:
+            if around.before is None:
+                raise SystemExit(f"{side.label}: --before names no tree of an earlier commit")
+            paths = [str(around.before / "src"), environment.get("PYTHONPATH", "")]
+            environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
         # One turn more than is asked for: a worker that has nothing left to wait for would end beside others' turns.
         rows = "/".join([",".join(side.rows)] * (rounds + 1))
         with self._log.with_suffix(".out").open("wb") as out, self._log.with_suffix(".err").open("wb") as err:
@@ -199,6 +208,7 @@ def _side(comparison: str, rows: list[str], one: dict[str, Any]) -> Side:
         rows=tuple(one.get("rows", rows)),
         settings=settings | one.get("settings", {}),
         against=one.get("against", ""),
+        before=one.get("before", False),
     )
 
 
@@ -328,6 +338,7 @@ def options(given: Sequence[str] | None) -> argparse.Namespace:
         "--vllm", type=Path, help="folder with vLLM, for PYTHONPATH; default: the one that is installed"
     )
     parser.add_argument("--llama", type=Path, help="folder with llama-bench, llama-batched-bench and their libraries")
+    parser.add_argument("--before", type=Path, help="tree of an earlier commit, for sides that are of one")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--limit-s", type=float, default=570, help="for all of it: then it ends with what there is")
     parser.add_argument("--ready-s", type=float, default=300, help="a worker that is not ready by then is ended")
@@ -350,7 +361,7 @@ def main(given: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         work = (asked.work or Path(scratch)).resolve()
         work.mkdir(parents=True, exist_ok=True)
-        around = Surroundings(work=work, files=asked.files, vllm=asked.vllm, llama=asked.llama)
+        around = Surroundings(work=work, files=asked.files, vllm=asked.vllm, llama=asked.llama, before=asked.before)
         stamp = {"date": today(), "commit": asked.commit or commit(), "machine": machine()}
         turns = Turns(chosen, asked.rounds, around, began + asked.limit_s, stamp)
         try:

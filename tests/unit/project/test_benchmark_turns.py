@@ -44,6 +44,8 @@ for turn, asked in enumerate(rows.split("/")):
         note("asleep")
         time.sleep(60)
     note(f"turn {turn} {engine}")
+    if os.environ.get("PYTHONPATH", "").startswith("/earlier"):
+        note("by " + os.environ["PYTHONPATH"].split(os.pathsep)[0])
     found = {"engine": engine, "version": "1", "model": model, "ready_s": 1.0}
     for row in asked.split(","):
         value = (turn + 1) * (10 if engine == "holdfast" else 5)
@@ -150,6 +152,14 @@ def test_a_side_has_rows_settings_and_another_side_of_its_own(bench: Bench) -> N
     assert pair["sides"]["longer steps"]["settings"] == settings
     asked = json.loads((bench.folder / "settings").read_text())
     assert asked == settings
+
+
+def test_a_side_may_be_an_earlier_commit_s(bench: Bench) -> None:
+    third = '{ engine = "holdfast", name = "before", model = "good", kv_gib = 1, before = true }'
+    bench.run("good", "good", "--rounds", "1", "--before", "/earlier", third=third)
+    assert [line for line in bench.journal() if line.startswith("by")] == ["by /earlier/src"]
+    with pytest.raises(SystemExit, match="before: --before names no tree"):
+        bench.run("good", "good", "--rounds", "1", third=third)
 
 
 def test_only_files_are_written_where_that_is_asked(bench: Bench) -> None:
