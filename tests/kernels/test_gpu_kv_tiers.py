@@ -1,5 +1,6 @@
-"""The GPU runner, one step ahead, with KV pages in RAM below its pool: what left the pool comes back over a link that
-is as late as it may be, alone or behind layers that come for every step, and tokens are transformers' own."""
+"""The GPU runner, one step ahead, with KV pages in RAM or on a disk below its pool: what left the pool comes back over
+a link that is as late as it may be, alone or behind layers that come for every step, from the disk also to another
+engine, and tokens are transformers' own."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from late_tiers import disk_places
 from lora_adapters import write_adapter
 from simulated_copies import SimulatedCopies
 from streamed_tiny import Streamed
@@ -22,27 +24,42 @@ from holdfast.execution.gpu.runner import GpuRunner
 from holdfast.execution.lora.slots import LoraLimits
 from holdfast.execution.streaming.copies import CudaCopies
 from holdfast.execution.streaming.pinned_memory import PinnedMemory
-from holdfast.execution.tiers.gpu import GpuPageCopies, HostMemory
+from holdfast.execution.tiers.gpu import DiskPlaces, GpuPageCopies, HostMemory
 from holdfast.kvcache import KVCache, Tier, TierLimits
+from holdfast.prefix_store import PrefixStore
 from holdfast.records import EngineOutput, Request, SamplingParams
 from holdfast.scheduler import Scheduler, SchedulerLimits
+from holdfast.units import MIB
 
 PAGES = 32
 
 
-def with_ram(core: EngineCore, device: torch.device, blocks: int) -> EngineCore:
-    runner, page = core.runner, core.scheduler.kv.layout.page_bytes
+def host_memory(page: int, device: torch.device) -> HostMemory:
     assert page * PAGES % 4096 == 0
     if device.type == "cuda":
         memory = PinnedMemory([page * PAGES], device, background=[0])
     else:
         memory = PinnedMemory([page * PAGES], device, pin=lambda at, nbytes: 0, unpin=lambda at, one: None)
     memory.wait(0)
-    link = runner.link or (CudaCopies(device) if device.type == "cuda" else SimulatedCopies(1))
-    host = HostMemory(memory, page)
-    runner.use_tiers(GpuPageCopies(lambda: runner.kv.pages, page, link, lambda: runner.weights_come, host, None))
-    kv = KVCache(core.scheduler.kv.layout, blocks, True, TierLimits(spare_pages=blocks, most_storing=8))
+    return HostMemory(memory, page)
+
+
+def with_tiers(
+    core: EngineCore, device: torch.device, blocks: int, host: HostMemory | None, store: PrefixStore | None
+) -> EngineCore:
+    runner, page = core.runner, core.scheduler.kv.layout.page_bytes
+    on_gpu, disk = device.type == "cuda", None
+    if store is not None:
+        disk = DiskPlaces.pinned(store, page, 4, device) if on_gpu else disk_places(store, page)
+    link = runner.link or (CudaCopies(device) if on_gpu else SimulatedCopies(1))
+    runner.use_tiers(GpuPageCopies(lambda: runner.kv.pages, page, link, lambda: runner.weights_come, host, disk))
+    limits = TierLimits(spare_pages=blocks, most_storing=8, most_loading_disk=4, most_writing=4)
+    kv = KVCache(core.scheduler.kv.layout, blocks, True, limits, store)
     return EngineCore(Scheduler(core.scheduler.limits, kv), runner, steps_ahead=1)
+
+
+def with_ram(core: EngineCore, device: torch.device, blocks: int) -> EngineCore:
+    return with_tiers(core, device, blocks, host_memory(core.scheduler.kv.layout.page_bytes, device), None)
 
 
 def ask_again(core: EngineCore, tiny: Tiny) -> None:
@@ -149,3 +166,79 @@ def test_what_left_the_pool_comes_back_behind_layers(tmp_path: Path, device: tor
         assert len(tiny.copies.copied) > before[0]
         assert len(tiny.copies.later) == before[1]
     core.close()
+
+
+class Restarted:
+    """Engines over one store, one after the other, and what each prompt was answered without any tier."""
+
+    def __init__(self, tiny: Tiny, device: torch.device, folder: Path) -> None:
+        self.tiny, self._device, self._folder = tiny, device, folder
+        self._blocks = 1 + 7 * len(tiny.layout().groups)
+        self.plain: dict[int, list[int]] = {}
+
+    def core(self) -> EngineCore:
+        return self.tiny.core(self._device, gpu=True, blocks=self._blocks, slots=2, step=32)
+
+    def over_the_store(self, core: EngineCore, *, ram: bool = False) -> tuple[EngineCore, PrefixStore]:
+        page = core.scheduler.kv.layout.page_bytes
+        store = PrefixStore.open(self._folder, size_bytes=4 * MIB, page_bytes=page, model=b"tiny", beat_s=0.05)
+        host = host_memory(page, self._device) if ram else None
+        return with_tiers(core, self._device, self._blocks, host, store), store
+
+    def ask(self, core: EngineCore, number: int) -> int:
+        """How many tokens of the prompt were found. The answer is the one without tiers."""
+        params = [SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)]
+        (outputs,) = run(core, [prompt(number, 21)], params)
+        told = tokens_of(outputs)
+        if number not in self.plain:
+            self.tiny.assert_greedy(prompt(number, 21), told)
+        assert told == self.plain.setdefault(number, told), f"prompt {number}"
+        return outputs[-1].cached_tokens
+
+
+def ask_over_restarts(engines: Restarted, *, ram: bool = False) -> None:
+    """Three engines: one that writes, and two that know the prompts by the folder alone."""
+    core = engines.core()
+    assert [engines.ask(core, number) for number in (1, 2)] == [0, 0]
+    core, store = engines.over_the_store(core, ram=ram)
+    assert [engines.ask(core, number) for number in (1, 1, 2, 2)] == [0, 20, 0, 20], "each is used for the second time"
+    assert core.scheduler.kv.tiers is not None
+    written = core.scheduler.kv.tiers.stored_pages[Tier.DISK]
+    core.close()  # What waits to be written is.
+    assert 0 < written <= store.stats().pages
+    for first, then in ((1, 2), (2, 1)):
+        core, store = engines.over_the_store(engines.core(), ram=ram)
+        assert engines.ask(core, first) == 20, "it is in no memory of this engine"
+        kv = core.scheduler.kv
+        assert kv.tiers is not None
+        assert kv.below_hits_total[Tier.HOST] == 0 < kv.below_hits_total[Tier.DISK]
+        assert 0 < kv.tiers.loaded_pages[Tier.DISK] == store.stats().pages_read
+        engines.ask(core, then)  # By now it may be sooner to compute than to fetch.
+        engines.ask(core, first)
+        assert not any(kv.tiers.lost_pages.values())
+        core.close()
+
+
+@pytest.mark.usefixtures("few_programs")
+def test_what_was_written_to_the_disk_comes_back_to_another_engine(
+    tiny: Tiny, device: torch.device, tmp_path: Path
+) -> None:
+    ask_over_restarts(Restarted(tiny, device, tmp_path / "store"))
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("few_programs")
+def test_what_was_written_to_the_disk_comes_back_beside_a_tier_in_ram(
+    tiny: Tiny, device: torch.device, tmp_path: Path
+) -> None:
+    ask_over_restarts(Restarted(tiny, device, tmp_path / "store"), ram=True)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("few_programs")
+def test_what_was_written_to_the_disk_comes_back_behind_layers(device: torch.device, tmp_path: Path) -> None:
+    """Over the link of the layers, behind them."""
+    tiny = Streamed(tmp_path / "model", "Llama", num_hidden_layers=4)
+    ask_over_restarts(Restarted(tiny, device, tmp_path / "store"))
+    if isinstance(tiny.copies, SimulatedCopies):
+        assert tiny.copies.later
