@@ -43,7 +43,7 @@ FLUSH_TIMEOUT_S = 5.0
 """After the engine is drained: time for the last bytes to reach slow clients."""
 KEEP_ALIVE_S = 650
 """For connections without a request. Longer than clients and proxies keep theirs (httpx 5 s, aiohttp 15, nginx and AWS
-60, Google 600): whoever closes first must be they, or a request that is just sent meets a closed connection. Where there
+60, Google 600): they must be the first to close, or a request that is just sent meets a closed connection. Where there
 are too many, the oldest are closed for others all the same."""
 STOP_TIMEOUT_S = 5.0
 FAILURE_POLL_S = 0.1

@@ -72,7 +72,7 @@ def post(path: str, *headers: str, body: bytes | None = None) -> bytes:
 
 
 def test_a_connection_is_kept_for_longer_than_clients_keep_theirs(server) -> None:
-    """Or their next request would be sent just when it is closed. httpx keeps one for 5 s, as uvicorn by itself does."""
+    """Or their next request is sent just when it is closed. httpx keeps one for 5 s, as uvicorn does by itself."""
     with connect(server) as client:
         for _ in range(2):
             client.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
