@@ -342,7 +342,7 @@ def measure(name: str, models: Path | None, out: Path | None) -> None:
         ready |= {"nvml_mib": most[0], **ram.told(), "ram_allowed_mib": ram_allowed(llm, settings.get("ram")) >> 20}
         say(ready, out)
         run(llm, 1, 16, 2)
-        if any(line.startswith("cpu_compute = auto") for line in lines):
+        if any(line.startswith(("cpu_compute = auto", "cpu_compute = MLPs")) for line in lines):
             say({"row": name, "cpu_compute": host.wait()}, out)
         for prompt in row.prompts:
             run(llm, 1, prompt, 1)

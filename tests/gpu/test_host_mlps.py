@@ -45,6 +45,8 @@ def test_log_probabilities_are_those_of_a_model_that_stays(name: str, monkeypatc
         runner: Any = llm._core.runner
         hosts = runner.decoder.host_mlps
         assert hosts is not None
+        print(hosts.decision.line())
+        assert hosts.decision.source == "measured", "cores and link at once, before the first step"
         hosts.wait(120.0)
         assert hosts.joined is not None, "the host's cores read this format"
         print(hosts.joined.reason)

@@ -279,19 +279,44 @@ MOST_IN_A_ROW = 2
 the link, and the host with it."""
 DURING_COPIES = 0.8
 """Of what the host reads alone, what is left beside the link's copies: 93 of 127 GB/s on an H200's host, and 52 of 54
-for the link."""
+for the link. For plans, and for starts that could not measure both at once; all others go by what they measured."""
+COPIES_LEFT = 0.05, 0.65
+"""Of the link's rate, what each token more that the host's cores compute MLPs for takes, and what is left at least: on
+an H200's host it copied 51 GB/s beside one token, and 36 of 55 beside eight. As the one above."""
+
+
+def estimated_speedup(
+    in_a_row: int, attention_bytes: float, mlp_bytes: float, link_bytes_per_s: float, host_mlp_s: float, tokens: int
+) -> float:
+    """As `speedup`, from what link and host do alone: `host_mlp_s` for one MLP and so many tokens."""
+    left = max(COPIES_LEFT[1], 1 - (tokens - 1) * COPIES_LEFT[0])
+    computed, beside = host_mlp_s / DURING_COPIES, link_bytes_per_s * left
+    return left * speedup(in_a_row, attention_bytes, mlp_bytes, beside, beside, computed)
 
 
 def speedup(
-    in_a_row: int, attention_bytes: float, mlp_bytes: float, link_bytes_per_s: float, host_mlp_s: float
+    in_a_row: int,
+    attention_bytes: float,
+    mlp_bytes: float,
+    link_bytes_per_s: float,
+    beside_bytes_per_s: float,
+    host_mlp_s: float,
 ) -> float:
-    """Of a step whose streamed layers are computed so, as estimated. `in_a_row`: layers that the host computes between
-    two that come whole; `host_mlp_s`: for one MLP, with nothing beside it."""
-    first, second = attention_bytes / link_bytes_per_s, mlp_bytes / link_bytes_per_s
-    computed = host_mlp_s / DURING_COPIES
+    """Of a step whose streamed layers are computed so. `in_a_row`: layers that the host computes between two that come
+    whole; `host_mlp_s`: for one MLP, beside copies, of which the link brings `beside_bytes_per_s` meanwhile."""
+
+    def brought_s(nbytes: float, computing_s: float) -> float:
+        """For so many bytes, of the first seconds of which the host computes."""
+        beside = computing_s * beside_bytes_per_s
+        if nbytes <= beside:
+            return nbytes / beside_bytes_per_s
+        return computing_s + (nbytes - beside) / link_bytes_per_s
+
+    first = attention_bytes / link_bytes_per_s
     # The next MLP comes beside the first that is computed here, the attention of each other one after that.
-    chain = first + max(computed, second) + (in_a_row - 1) * (first + computed)
-    return (in_a_row + 1) * (first + second) / max(chain, second + (in_a_row + 1) * first)
+    chain = first + max(host_mlp_s, brought_s(mlp_bytes, host_mlp_s)) + (in_a_row - 1) * (first + host_mlp_s)
+    link = brought_s(mlp_bytes + (in_a_row + 1) * attention_bytes, in_a_row * host_mlp_s)
+    return (in_a_row + 1) * (attention_bytes + mlp_bytes) / link_bytes_per_s / max(chain, link)
 
 
 def hosted_layers(streamed: Sequence[int], in_a_row: int, most: int) -> tuple[int, ...]:

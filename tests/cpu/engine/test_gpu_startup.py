@@ -244,6 +244,48 @@ def test_what_the_caller_held_before_is_not_the_engines(
     assert sum(size or 0 for size in measured.values()) == ours
 
 
+def test_cores_are_timed_beside_the_link_when_all_else_is_ready(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their first MLPs are loaded from when the link was measured on; what is decided is told with all else."""
+    order = list[str]()
+
+    class Hosts:
+        most_bytes, decision = GIB, Decision("cpu_compute", "none", "simulated", "measured")
+
+        def begin(self) -> None:
+            order.append("begin")
+
+        def calibrate(self) -> None:
+            assert start.gpu.pool
+            order.append("calibrate")
+
+    class Runner(FakeRunner):
+        decoder = SimpleNamespace(experts=None, host_mlps=Hosts())
+
+        def measure_link(self) -> list[Decision]:
+            order.append("link")
+            return []
+
+        def capture(self) -> None:
+            order.append("capture")
+            super().capture()
+
+    gpu = FakeGpu()
+    start = Start(gpu, monkeypatch, spec, gpu_layers=8)
+    host = Memory(total_bytes=64 * GIB, available_bytes=60 * GIB, limited_by="machine")
+    start.plan = start._tried = make_gpu_plan(spec, None, start.config, [gpu.probed()], host=host)
+    assert start.plan.engine.streamed is not None
+    monkeypatch.setattr(
+        build_gpu, "GpuRunner", lambda spec, weights, layout, *_, **__: Runner(gpu, start.plan, layout.page_bytes)
+    )
+    for name, given in (("tiers_below_gpu", []), ("device_layers", None), ("_host_mlps", None)):
+        monkeypatch.setattr(build_gpu, name, lambda *_, given=given: given)
+    plan, _, _ = start.run()
+    assert order == ["link", "begin", "capture", "calibrate"]
+    assert [one.reason for one in plan.decisions if one.field == "cpu_compute"] == ["simulated"]
+
+
 @pytest.mark.parametrize(("caller_gib", "own"), [(0, CONTEXT), (20, 0)])
 def test_only_what_the_engine_took_is_used_again(
     caller_gib: int, own: int, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch

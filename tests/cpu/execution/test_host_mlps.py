@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -15,16 +16,23 @@ from simulated_copies import QueuedCopies, SimulatedCopies, unpinned_memory
 from holdfast.errors import EngineError
 from holdfast.execution import native
 from holdfast.execution.gpu.batch_sizes import padded
+from holdfast.execution.link import beside_copies
 from holdfast.execution.streaming import expert_host, host_mlps
+from holdfast.execution.streaming.copies import Piece
 from holdfast.execution.streaming.device_layers import DeviceLayers
 from holdfast.execution.streaming.expert_exchange import LayerExchange
 from holdfast.execution.streaming.host_mlps import HostMlps, MlpOffer
-from holdfast.footprint.streamed import hosted_layers, speedup, streamed_layers
+from holdfast.footprint.streamed import WORTH, estimated_speedup, hosted_layers, speedup, streamed_layers
 from holdfast.records import LinkUse
 from holdfast.units import GIB
 
 CPU = torch.device("cpu")
-LLAMA_70B = {"attention_bytes": 78e6, "mlp_bytes": 363e6, "link_bytes_per_s": 52e9}
+LLAMA_70B = {"attention_bytes": 78e6, "mlp_bytes": 363e6, "link_bytes_per_s": 55e9}
+
+
+@pytest.fixture(autouse=True)
+def short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beside_copies, "WINDOW_S", 0.01)
 
 
 def filled(layers: DeviceLayers, cuts: dict[int, int], sizes: dict[int, int]) -> None:
@@ -101,11 +109,30 @@ def test_which_layers_the_host_has() -> None:
 
 
 def test_what_a_step_gains() -> None:
-    """Beside a link that takes 7 ms for an MLP: cores that take 4, 8 and 40."""
-    fast, even, slow = ([speedup(row, **LLAMA_70B, host_mlp_s=taken) for row in (1, 2)] for taken in (4e-3, 8e-3, 4e-2))
+    """Beside a link that takes 7 ms for an MLP: cores that take 4, 8 and 40 alone."""
+    fast, even, slow = (
+        [estimated_speedup(row, **LLAMA_70B, host_mlp_s=taken, tokens=1) for row in (1, 2)]
+        for taken in (4e-3, 8e-3, 4e-2)
+    )
     assert 1.6 < min(fast) < max(fast) < 1.8
     assert 1.4 < even[0] < 1.5
     assert max(slow) < 0.5
+
+
+def test_what_a_step_gains_as_both_are_beside_each_other() -> None:
+    """As on an H200's host, with what an MLP must have taken there. One token: 5.2 a second in place of 3.1. Eight:
+    30.7 in place of 24.7 with two in a row, while the link copied 36 GB/s; on a day with slower cores 24.8 with one in
+    a row, and 32.5 GB/s."""
+
+    def gained(row: int, beside: float, taken_s: float) -> float:
+        return speedup(row, **LLAMA_70B, beside_bytes_per_s=beside, host_mlp_s=taken_s)
+
+    assert gained(2, 52e9, 3.9e-3) == pytest.approx(1.7, abs=0.1)
+    assert gained(2, 36e9, 7.3e-3) == pytest.approx(30.7 / 24.7, abs=0.05)
+    assert max(gained(row, 32.5e9, 14.7e-3) for row in (1, 2)) < WORTH
+    # Copies are as slow as that only while the cores compute.
+    assert gained(2, 20e9, 1e-3) > gained(2, 55e9, 1e-3) * 20 / 55
+    assert gained(1, 55e9, 1e-3) == pytest.approx(2 * (78 + 363) / (2 * 78 + 363))
 
 
 def offered(streamed: Sequence[int], room: int, mlp: native.ExpertLayer | None) -> MlpOffer:
@@ -153,6 +180,7 @@ def decided(layers: DeviceLayers, room: int, mlp: native.ExpertLayer | None) -> 
     hosts = HostMlps(offered(range(8), room, mlp), layers, CPU, lambda sizes, device: unpinned_memory(sizes))
     assert hosts.joined is None
     hosts.begin()
+    hosts.calibrate()
     hosts.wait(30)
     return hosts
 
@@ -168,12 +196,21 @@ class OfOneThread(SimulatedCopies):
         assert threading.get_ident() == self._owner
         return super().use()
 
+    def timed(self) -> tuple[float, int]:
+        assert threading.get_ident() == self._owner
+        return super().timed()
+
+
+def use_link(monkeypatch: pytest.MonkeyPatch, layers: DeviceLayers, link: SimulatedCopies) -> None:
+    monkeypatch.setattr(layers, "_copies", link)
+    monkeypatch.setattr(layers, "link", link)
+
 
 def test_who_decides_leaves_the_link_to_the_thread_that_launches_steps(
     layers: DeviceLayers, mlp: native.ExpertLayer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_mlps, "measure_layers", lambda *given: 1e-9)
-    monkeypatch.setattr(layers, "_copies", OfOneThread())
+    use_link(monkeypatch, layers, OfOneThread())
     hosts = decided(layers, GIB, mlp)
     assert hosts.joined is not None
     assert layers.use().possible_bytes_per_s == 10e9
@@ -188,7 +225,7 @@ def test_as_many_as_are_worth_it_and_ram_holds(
 ) -> None:
     caplog.set_level("INFO", "holdfast")
     taken_s = dict.fromkeys(host_mlps.FEW_SIZES, 1e-4) | {8: 1.0}
-    monkeypatch.setattr(host_mlps, "measure_layers", lambda made, per_token, tokens, dtype: taken_s[tokens])
+    monkeypatch.setattr(host_mlps, "measure_layers", lambda made, per_token, tokens, *rest: taken_s[tokens])
     hosts = decided(layers, GIB, mlp)
     assert hosts.joined is not None
     assert (tuple(hosts.joined.exchanges), hosts.joined.few_tokens) == ((1, 2, 4, 5, 7), 4)
@@ -197,7 +234,7 @@ def test_as_many_as_are_worth_it_and_ram_holds(
     fewer = decided(layers, (9 + 48) << 20, mlp)
     assert fewer.joined is not None
     assert tuple(fewer.joined.exchanges) == (1, 4)
-    whole = offered(range(8), GIB, mlp).speedup(2, 10e9, 1e-4)
+    whole = offered(range(8), GIB, mlp).estimated(2, 10e9, 1e-4, 1)
     for joined, share in ((hosts.joined, 1.0), (fewer.joined, 2 / 5)):
         assert f"expected {1 / (1 - share + share / whole):.2f}x as fast" in joined.reason
     fewer.close()
@@ -211,7 +248,7 @@ def test_as_many_as_are_worth_it_and_ram_holds(
         none.close()
     taken_s[1] = taken_s[2] = taken_s[4] = 1.0
     decided(layers, GIB, mlp).close()
-    assert "steps would be 0." in caplog.text
+    assert "(1) they would be 0." in caplog.text
 
 
 def test_a_step_of_few_tokens_leaves_second_halves_where_they_are(
@@ -268,6 +305,7 @@ def test_a_step_of_all_sequences_is_one_of_few_however_it_is_padded(
     offer = replace(offered(range(8), GIB, mlp), tokens=sequences)
     hosts = HostMlps(offer, layers, CPU, lambda sizes, device: unpinned_memory(sizes))
     hosts.begin()
+    hosts.calibrate()
     hosts.wait(30)
     assert hosts.joined is not None
     assert padded(sequences, 2048) <= hosts.joined.few_tokens < 2 * sequences
@@ -286,6 +324,7 @@ def test_an_mlp_in_another_format_leaves_all_to_the_gpu(
     offer = replace(offered(range(8), GIB, mlp), load=lambda layer: None if layer == 7 else mlp)
     hosts = HostMlps(offer, layers, CPU, lambda sizes, device: unpinned_memory(sizes))
     hosts.begin()
+    hosts.calibrate()
     hosts.wait(30)
     assert hosts.joined is None
     assert layers.host_bytes == 0
@@ -323,6 +362,7 @@ def test_of_ram_that_becomes_short_the_host_computes_what_it_has(
     monkeypatch.setattr(host_mlps, "LOADERS", 1)
     hosts = HostMlps(offer, layers, CPU, lambda sizes, device: unpinned_memory(sizes))
     hosts.begin()
+    hosts.calibrate()
     hosts.wait(30)
     assert hosted == (() if hosts.joined is None else tuple(hosts.joined.exchanges))
     assert (len(loaded), layers.host_bytes) == (3, len(hosted) * offer.mlp_bytes)
@@ -373,3 +413,203 @@ def test_an_engine_that_is_closed_waits_for_no_copies(layers: DeviceLayers, mlp:
     going_on.set()
     hosts.close()
     assert hosts.joined is None
+
+
+class SharedMemory(SimulatedCopies):
+    """A link, and cores that take turns with it in reading the same memory. `cores`: what they keep of their rate
+    beside copies; `link`: what is left of 10 GB/s beside cores that compute for so many tokens."""
+
+    def __init__(self, alone_s: dict[int, float], cores: float = 1.0, link: dict[int, float] | None = None) -> None:
+        super().__init__()
+        self._alone_s, self._cores, self._kept = alone_s, cores, link or {}
+        self._computing: int | None = None
+        self._busy_s, self._bytes = 0.0, 0
+
+    def copy_pieces(self, pieces: Sequence[Piece], after: object, done: Sequence[object]) -> None:
+        super().copy_pieces(pieces, after, done)  # type: ignore[arg-type]
+        nbytes, kept = sum(source.nbytes for source, _ in pieces), self._kept.get(self._computing or 0, 1.0)
+        self._busy_s, self._bytes = self._busy_s + nbytes / (10e9 * kept), self._bytes + nbytes
+
+    def timed(self) -> tuple[float, int]:
+        return self._busy_s, self._bytes
+
+    def measure_layers(self, made: object, per_token: int, tokens: int, *rest: object) -> float:
+        """Alone where nothing is copied meanwhile."""
+        self._computing, before, ends_s = tokens, len(self.copied), time.monotonic() + 0.05
+        while len(self.copied) < before + 2 and time.monotonic() < ends_s:
+            time.sleep(1e-4)
+        return self._alone_s[tokens] / (self._cores if len(self.copied) > before else 1.0)
+
+
+EVEN = {1: 3e-4, 2: 3.2e-4, 4: 3.5e-4, 8: 4.5e-4}
+"""Seconds for an MLP, which the link brings in 0.42 ms."""
+
+
+@pytest.mark.parametrize(
+    ("cores", "link", "hosted", "few", "said"),
+    [
+        (1.0, {}, 5, 8, "cores read 14/13/12/9 GB/s beside copies (14 alone for one), and the link brings 10/10/10/10"),
+        # Their reading halved: copies and MLPs in a row come to more than one between two that come whole.
+        (0.5, {}, 4, 4, "cores read 7/7/6/5 GB/s beside copies (14 alone for one), and the link brings 10/10/10/10"),
+        # The link slower, the more they compute.
+        (1.0, {1: 0.98, 2: 0.9, 4: 0.8, 8: 0.1}, 5, 4, "link brings 10/9/8/"),
+        (0.2, {}, 0, 0, "read 3 GB/s beside copies (14 alone for one), and the link brings 10 beside them (10 alone)"),
+    ],
+)
+def test_as_many_as_are_worth_it_beside_copies(
+    cores: float,
+    link: dict[int, float],
+    hosted: int,
+    few: int,
+    said: str,
+    layers: DeviceLayers,
+    mlp: native.ExpertLayer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "holdfast")
+    memory = SharedMemory(EVEN, cores, link)
+    use_link(monkeypatch, layers, memory)
+    monkeypatch.setattr(host_mlps, "measure_layers", memory.measure_layers)
+    hosts = decided(layers, GIB, mlp)
+    assert (0 if hosts.joined is None else len(hosts.joined.exchanges)) == hosted
+    assert (0 if hosts.joined is None else hosts.joined.few_tokens) == few
+    line = hosts.decision.line()
+    value = f"MLPs of {hosted} streamed layers, in steps of up to {few} tokens" if hosted else "none"
+    assert line.startswith(f"cpu_compute = {value} (measured): ")
+    assert said in line
+    assert said in caplog.text
+    hosts.close()
+
+
+@pytest.mark.parametrize("how", ["not timed", "failed"])
+def test_what_cannot_be_measured_at_once_is_estimated_as_in_plans(
+    how: str, layers: DeviceLayers, mlp: native.ExpertLayer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = SharedMemory(EVEN)
+    use_link(monkeypatch, layers, memory)
+    monkeypatch.setattr(host_mlps, "measure_layers", memory.measure_layers)
+    why = "the link's copies were not timed"
+    if how == "failed":
+        why = "copies failed: CUDA error: simulated"
+
+        def fail() -> tuple[float, int]:
+            raise RuntimeError("CUDA error: simulated\nwith more of it")
+
+        monkeypatch.setattr(layers, "bring_more", fail)
+    else:
+        monkeypatch.setattr(memory, "timed", lambda: (0.0, 0))
+    hosts = decided(layers, GIB, mlp)
+    assert hosts.joined is not None
+    assert f"at once they could not be measured ({why}), and are taken, as in plans, to keep 80%" in hosts.joined.reason
+    assert hosts.decision.source == "planner"
+    found = [estimated_speedup(1, 1 << 20, 4 << 20, 10e9, taken, tokens) for tokens, taken in EVEN.items()]
+    assert "/".join(f"{one:.2f}" for one in found) in hosts.joined.reason
+    hosts.close()
+
+
+def test_a_gpu_that_has_failed_for_good_is_no_matter_of_the_hosts(
+    layers: DeviceLayers, mlp: native.ExpertLayer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*given: object) -> tuple[float, int]:
+        raise RuntimeError("CUDA error: simulated")
+
+    monkeypatch.setattr(host_mlps, "measure_layers", lambda *given: 1e-4)
+    monkeypatch.setattr(layers, "bring_more", fail)
+    monkeypatch.setattr(layers.link, "settle", fail)
+    hosts = HostMlps(offered(range(8), GIB, mlp), layers, CPU, lambda sizes, device: unpinned_memory(sizes))
+    hosts.begin()
+    with pytest.raises(RuntimeError, match="simulated"):
+        hosts.calibrate()
+    hosts.close()
+    assert not hosts._thread.is_alive()
+
+
+def test_a_start_does_not_wait_for_mlps_for_long(
+    layers: DeviceLayers, mlp: native.ExpertLayer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a slow disk, say."""
+    monkeypatch.setattr(host_mlps, "measure_layers", lambda *given: 1e-4)
+    monkeypatch.setattr(host_mlps, "LOADED_PATIENCE_S", 0.02)
+    going_on = threading.Event()
+
+    def load(layer: int) -> native.ExpertLayer:
+        going_on.wait(30)
+        return mlp
+
+    offer = replace(offered(range(8), GIB, mlp), load=load)
+    hosts = HostMlps(offer, layers, CPU, lambda sizes, device: unpinned_memory(sizes))
+    hosts.begin()
+    hosts.calibrate()
+    assert "nothing was there to be timed within 0.02 s), but estimated as in plans" in hosts.decision.line()
+    going_on.set()
+    hosts.wait(30)
+    assert hosts.joined is not None
+    assert "they could not be measured (nothing was there to be timed" in hosts.joined.reason
+    hosts.close()
+
+
+def test_ctrl_c_while_cores_are_timed_leaves_nothing_running(
+    layers: DeviceLayers, mlp: native.ExpertLayer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_mlps, "measure_layers", lambda *given: 1e-4)
+    calls = list[int]()
+
+    def bring() -> tuple[float, int]:
+        calls.append(1)
+        if len(calls) > 1:
+            raise KeyboardInterrupt
+        return 0.0, 0
+
+    monkeypatch.setattr(layers, "bring_more", bring)
+    hosts = HostMlps(offered(range(8), GIB, mlp), layers, CPU, lambda sizes, device: unpinned_memory(sizes))
+    hosts.begin()
+    with pytest.raises(KeyboardInterrupt):
+        hosts.calibrate()
+    hosts.close()
+    assert not hosts._thread.is_alive()
+
+
+def test_a_start_that_fails_before_cores_are_timed_leaves_nothing_running(
+    layers: DeviceLayers, mlp: native.ExpertLayer
+) -> None:
+    hosts = HostMlps(offered(range(8), GIB, mlp), layers, CPU, lambda sizes, device: unpinned_memory(sizes))
+    hosts.begin()
+    hosts.close()
+    assert not hosts._thread.is_alive()
+    assert hosts.joined is None
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_layers_that_came_to_be_measured_are_right_in_the_next_step(seed: int) -> None:
+    rng = random.Random(seed)
+    streamed = streamed_layers([rng.randint(1024, 16384) for _ in range(6)], rng.randint(2, 6), 0)
+    sizes = dict(zip(streamed.layers, streamed.sizes, strict=True))
+    copies = QueuedCopies(seed)
+    layers = DeviceLayers(streamed, CPU, copies, unpinned_memory(streamed.pinned_sizes))
+    filled(layers, dict.fromkeys(sizes, 256), sizes)
+    looked: list[tuple[int, int]] = []
+
+    def look(layer: int, half: int) -> None:
+        place = layers.place(layer)[: sizes[layer]].split((256, sizes[layer] - 256))[half]
+        assert place.eq(layer + 100 * half).all(), (layer, half)
+        looked.append((layer, half))
+
+    for _ in range(rng.randint(0, 2)):
+        layers.bring_more()
+    try:
+        copies.wait, kept = lambda mark: (_ for _ in ()).throw(KeyboardInterrupt), copies.wait  # type: ignore[method-assign,assignment]
+        layers.bring_more()
+    except KeyboardInterrupt:
+        copies.wait = kept  # type: ignore[method-assign]
+    for _ in range(2):
+        for layer in range(6):
+            layers.begin(layer)
+            for half in (0, 1):
+                if layer in sizes:
+                    copies.launch(lambda layer=layer, half=half: look(layer, half))
+                copies.run_some()
+                (layers.end if half else layers.halfway)(layer)
+    copies.run_all()
+    assert len(looked) == 4 * len(sizes)
+    layers.close()

@@ -185,7 +185,7 @@ def _build(
     hosts = None if plan.engine.streamed is None else runner.decoder.host_mlps
     memory.beside_torch = lambda: runner.beside_torch_bytes
     try:
-        built = _settle(
+        runner, plan, report, arbiter = _settle(
             runner,
             plan,
             memory,
@@ -194,10 +194,13 @@ def _build(
             lambda: find_kv_scales(config, files, runner),
             lambda ready: _with_kv_tiers(_below(config, ready, runner, hosts), config, ready),
             store_terms(config, plan.engine.layout.page_bytes).get("buffers", 0),
+            (lambda: None) if hosts is None else hosts.begin,
         )
         if hosts is not None:
-            hosts.begin()
-        return built
+            progress("calibrate", 0, 0)
+            hosts.calibrate()
+            plan = replace(plan, decisions=(*plan.decisions, hosts.decision))
+        return runner, plan, report, arbiter
     except BaseException:
         runner.close()
         raise
@@ -277,13 +280,15 @@ def _settle(
     find_scales: Callable[[], tuple[Decision, ...]],
     below: Callable[[Plan], list[LowerTier]],
     staging_bytes: int = 0,
+    link_is_known: Callable[[], None] = lambda: None,
 ) -> Built:
     """From a loaded model to a backed pool; `context`: what was held before the load. `find_scales`: of the KV cache,
     before anything is captured. `below`: tiers that layers wait in. `staging_bytes`: pinned later, beside
-    RAM for KV pages: what these pass through."""
+    RAM for KV pages: what these pass through. `link_is_known`: called once it was measured."""
     loaded = memory.held()
     memory.forget_loading()
     plan = replace(plan, decisions=(*plan.decisions, *runner.measure_link()))
+    link_is_known()
     progress("profile_run", 0, 0)
     runner.reserve_kv(largest_pool(plan, plan.device.total_bytes))
     runner.back_kv(2)

@@ -180,9 +180,8 @@ class GpuRunner(MovableWeights, PageTiers):
 
     def measure_link(self) -> list[Decision]:
         """Of layers or experts that do not stay on the GPU; nothing where all do."""
-        hosts = [] if self.decoder.host_mlps is None else [self.decoder.host_mlps.decision]
         with self._here():
-            return hosts if self._coming is None else [*self._coming.decisions(), *hosts]
+            return [] if self._coming is None else self._coming.decisions()
 
     def link_use(self) -> list[LinkUse]:
         """Of each direction of the link over which layers, experts or KV pages move; none where all stay on the GPU."""

@@ -191,14 +191,16 @@ def _failure(result: int, layer: int, patience_s: float) -> EngineError:
     )
 
 
-def measure_layers(layers: Sequence[ExpertLayer], per_token: int, tokens: int, dtype: torch.dtype) -> float:
-    """Seconds that one of these layers takes here, for random tokens that choose at random; the median of some steps.
-    With the threads of the caller."""
+def measure_layers(
+    layers: Sequence[ExpertLayer], per_token: int, tokens: int, dtype: torch.dtype, steps: int = MEASURED_STEPS
+) -> float:
+    """Seconds that one of these layers takes here, for random tokens that choose at random; the median of some steps,
+    after one more that warms up. With the threads of the caller."""
     layout = ExchangeLayout(len(layers), tokens, per_token, layers[0].hidden, dtype.itemsize)
     memory = torch.empty(layout.nbytes + LINE_BYTES, dtype=torch.uint8)
     exchange = HostExchange(layout, memory[-memory.data_ptr() % LINE_BYTES :][: layout.nbytes], dtype)
     host, taken = HostExperts(layers, exchange), []
-    for step in range(1, MEASURED_STEPS + 2):
+    for step in range(1, steps + 2):
         for buffer in range(min(EXCHANGE_BUFFERS, len(layers))):
             exchange.x(buffer).normal_()
             chosen = [torch.randperm(layers[buffer].experts)[:per_token] for _ in range(tokens)]

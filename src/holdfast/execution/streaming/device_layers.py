@@ -27,6 +27,8 @@ from holdfast.units import format_bytes
 
 MEASURED_LAYERS = 8
 """Copied to see how fast the link is."""
+BROUGHT_BYTES = 128 << 20
+"""At least, between two looks at how many came: the link rests for each look."""
 
 
 class DeviceLayers(LayerTurns):
@@ -47,6 +49,8 @@ class DeviceLayers(LayerTurns):
         self._room = room
         self._unread: set[int] = set()
         """Those that are to stay, and are not there yet: a disk may hang."""
+        self._brought = 0
+        """Layers that came to be measured, beside steps."""
         self._possible = self._possible_disk = 0.0
         self.possible_back = 0.0
         """Bytes a second to the host, as measured at the start."""
@@ -112,6 +116,17 @@ class DeviceLayers(LayerTurns):
                     self._send(half)
         for half in (half for slot in self._slots for half in slot.halves):
             self._copies.wait(half.copied)
+
+    def bring_more(self) -> tuple[float, int]:
+        """Some of the layers that wait in RAM come as for a step, others with each call; the seconds and bytes of all
+        copies so far, when they are there. Between steps, for the thread that launches them."""
+        layers = [layer for layer in self._order if layer in self._in_ram]
+        coming = list[int]()
+        while len(coming) < len(layers) and self.moved_with(coming) < BROUGHT_BYTES:
+            coming.append(layers[self._brought % len(layers)])
+            self._brought += 1
+        self._bring(coming)
+        return self._copies.timed()
 
     # Layers come to stay, and leave.
 

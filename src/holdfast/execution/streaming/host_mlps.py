@@ -4,29 +4,41 @@
     the link  ─Ha─►─S'm──────────►─S'a─►─Ha─►─S''m────►     MLP is computed by the host beside the next one's copy
     the host        ── MLP of H ──       ── MLP of H ──
 
-In steps with more tokens they are streamed like the others. Until the host has its copies, which are made while steps
-run, all are. How many are worth it is decided then, from what was measured. Knows nothing of files or kernels.
+In steps with more tokens they are streamed like the others. How many are worth it is decided once, before the first
+step, by what cores and link do beside each other (link/beside_copies.py). Until the host has its copies, which are made
+while steps run, all are streamed. Knows nothing of files or kernels.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from holdfast.errors import HoldfastError
+from holdfast.execution.link.beside_copies import BesideCopies, Together
 from holdfast.execution.native import ComputeThreads, ExpertLayer, measure_layers
 from holdfast.execution.streaming.device_layers import DeviceLayers
 from holdfast.execution.streaming.expert_exchange import LayerExchange
 from holdfast.execution.streaming.expert_host import ExpertHost
 from holdfast.execution.streaming.pinned_memory import PinnedMemory
 from holdfast.footprint.experts import ExchangeLayout
-from holdfast.footprint.streamed import MOST_IN_A_ROW, WORTH, hosted_layers, speedup
+from holdfast.footprint.streamed import (
+    COPIES_LEFT,
+    DURING_COPIES,
+    MOST_IN_A_ROW,
+    WORTH,
+    estimated_speedup,
+    hosted_layers,
+    speedup,
+)
 from holdfast.observability.decisions import Decision
 from holdfast.units import counted, format_bytes
 
@@ -36,7 +48,11 @@ PAGE_BYTES = 4096
 MEASURED_MLPS = 2
 """Computed to see how fast the host's cores are: other bytes each time."""
 FEW_SIZES = (1, 2, 4, 8, 16, 32)
-"""Steps of so many tokens are measured."""
+"""Steps of so many tokens are measured, up to the first that is not worth it."""
+MOST_MEASURED_S = 3.0
+"""After that no larger step is measured, and none is the host's: cores and a link that need so long are slow."""
+LOADED_PATIENCE_S, CHOSEN_PATIENCE_S = 10.0, 3.0
+"""Of a start: for the MLPs that are measured to be there, which are loaded beside it; and for what follows of it."""
 LOADERS, WHILE_LOADED = 4, 3
 """MLPs that are loaded for the host at a time, and how many times its bytes each takes meanwhile beside them: raw, and
 unpacked to a byte a code."""
@@ -77,8 +93,31 @@ class MlpOffer:
         }
         return tuple(sorted(found))
 
-    def speedup(self, in_a_row: int, link_bytes_per_s: float, host_mlp_s: float) -> float:
-        return speedup(in_a_row, self.attention_bytes, self.mlp_bytes, link_bytes_per_s, host_mlp_s)
+    def speedup(self, in_a_row: int, link_bytes_per_s: float, beside: Together) -> float:
+        """As measured at once. `link_bytes_per_s`: alone."""
+        brought = min(beside.link_bytes_per_s, link_bytes_per_s)
+        return speedup(in_a_row, self.attention_bytes, self.mlp_bytes, link_bytes_per_s, brought, beside.host_s)
+
+    def estimated(self, in_a_row: int, link_bytes_per_s: float, alone_s: float, tokens: int) -> float:
+        """As plans estimate it, from what each does alone."""
+        return estimated_speedup(in_a_row, self.attention_bytes, self.mlp_bytes, link_bytes_per_s, alone_s, tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What is worth it."""
+
+    in_a_row: int
+    gains: Mapping[int, float]
+    """By tokens of a step, how many times as fast it would be; from one token on."""
+    said: str
+    """What was measured."""
+    source: str
+
+    @property
+    def few_tokens(self) -> int:
+        """Of a step, at most; 0: the GPU computes all."""
+        return max((size for size, gain in self.gains.items() if gain >= WORTH), default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +152,10 @@ class HostMlps:
         self._now: Mapping[int, LayerExchange] = {}
         self._why_not = NOT_READ
         """Some were not copied last."""
+        self._room: int | None = None
+        """MLPs that RAM had room for before the first was copied; None: that is now."""
+        self._beside, self._chosen = BesideCopies(), threading.Event()
+        self._decision: Decision | None = None
         self._stopping, self._thread = (
             threading.Event(),
             threading.Thread(target=self._run, name="host-mlps", daemon=True),
@@ -120,10 +163,15 @@ class HostMlps:
 
     @property
     def decision(self) -> Decision:
+        """What is known so far."""
+        if self._decision is not None:
+            return self._decision
         reason = (
             "the host's cores may compute MLPs of streamed layers in steps of few tokens: copies of them are made while"
             " requests are served, and a line says how many are worth it"
         )
+        if self._beside.over:
+            reason += f"; not measured beside the link's copies ({self._beside.why_not}), but estimated as in plans"
         return Decision("cpu_compute", "auto", reason, "planner")
 
     @property
@@ -132,11 +180,22 @@ class HostMlps:
         most = max(
             len(hosted_layers(self._offer.order, row, len(self.candidates))) for row in range(1, MOST_IN_A_ROW + 1)
         )
-        return self._offer.mlp_bytes * min(most, self._offer.room)
+        return self._offer.mlp_bytes * min(most, self._offer.room if self._room is None else self._room)
 
     def begin(self) -> None:
-        """Once the link was measured: copies are made, and the host joins when they are there."""
+        """Once the link was measured: the first copies are made, and all that are worth it after `calibrate`. The host
+        joins when they are there."""
+        self._room = self._offer.room
         self._thread.start()
+
+    def calibrate(self) -> None:
+        """By the thread that launches steps, before the first, and after `begin`: layers come as for steps while the
+        cores are timed, for about a second. What is worth it is decided then."""
+        with torch.inference_mode(), torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            self._beside.copy(self._streamed.bring_more, LOADED_PATIENCE_S)
+            self._streamed.link.settle()  # Raises where the GPU has failed for good.
+        if self._beside.asked:
+            self._chosen.wait(CHOSEN_PATIENCE_S)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Until it is decided."""
@@ -171,6 +230,7 @@ class HostMlps:
 
     def close(self) -> None:
         self._stopping.set()
+        self._beside.give_up()
         if self._thread.ident is not None:
             self._thread.join()
         if self.joined is not None:
@@ -179,12 +239,15 @@ class HostMlps:
     def _run(self) -> None:
         try:
             found = self._measured()
+            if isinstance(found, str):
+                log.info("cpu_compute: the GPU computes all MLPs (%s)", found)
         except (HoldfastError, OSError, MemoryError, RuntimeError) as error:
+            found = self._none(str(error))
             log.warning("cpu_compute: the GPU computes all MLPs (%s)", error)
-            self._streamed.host_bytes = 0
-            return
+        finally:  # Whoever waits for it.
+            self._beside.end()
+            self._chosen.set()
         if isinstance(found, str):
-            log.info("cpu_compute: the GPU computes all MLPs (%s)", found)
             self._streamed.host_bytes = 0
             return
         log.info("cpu_compute: %s", found.reason)
@@ -193,28 +256,25 @@ class HostMlps:
     def _measured(self) -> Joined | str:
         """As many as make steps fastest, by what the link and some MLPs are measured to take; or why there are none."""
         offer, link = self._offer, self._streamed.link_bytes_per_s
-        room, trial = offer.room, hosted_layers(offer.order, MOST_IN_A_ROW, MEASURED_MLPS)
+        room, trial = self._room or 0, hosted_layers(offer.order, MOST_IN_A_ROW, MEASURED_MLPS)
         if room < len(trial) or not trial or not link:
             size = format_bytes(offer.mlp_bytes)
-            return f"RAM has room for {counted(room, 'MLP')} of {size} beside what is pinned"
+            return self._none(f"RAM has room for {counted(room, 'MLP')} of {size} beside what is pinned")
         kept = self._loaded(trial)
         if len(kept) < len(trial):
-            return self._why_not
-        sizes = [size for size in FEW_SIZES if size < 2 * offer.tokens]  # Steps are padded, at most so far.
-        with ComputeThreads(offer.threads, own=True).computing():
-            taken_s = {size: measure_layers(list(kept.values()), 1, size, offer.dtype) for size in sizes}
-        # For eight tokens one seems better than two, but is not: copies are slower beside cores that compute so much.
-        # On an H200's host 36 GB/s in place of 55, and 27.3 tokens/s with one in a row, 30.7 with two.
-        rows = range(1, MOST_IN_A_ROW + 1)
-        in_a_row = max(rows, key=lambda count: offer.speedup(count, link, taken_s[1]))
-        gains = {size: offer.speedup(in_a_row, link, taken) for size, taken in taken_s.items()}
-        few = max((size for size, gain in gains.items() if gain >= WORTH), default=0)
-        rate = offer.mlp_bytes / taken_s[1]
-        said = f"its cores read {rate / 1e9:.0f} GB/s for one token, the link brings {link / 1e9:.0f}"
+            return self._none(self._why_not)
+        choice = self._choose(list(kept.values()), link)
+        if self._stopping.is_set():
+            return STOPPED
+        few, gains = choice.few_tokens, choice.gains
         if not few:
-            return f"{said}: steps would be {gains[1]:.2f}x as fast"
-        layers = hosted_layers(offer.order, in_a_row, room)
+            return self._none(choice.said, choice.source)
+        layers = hosted_layers(offer.order, choice.in_a_row, room)
         self._streamed.host_bytes = len(layers) * offer.mlp_bytes
+        value = f"MLPs of {counted(len(layers), 'streamed layer')}, in steps of up to {counted(few, 'token')}"
+        soon = f"{choice.said}; copies of them are made while requests are served"
+        self._decision = Decision("cpu_compute", value, soon, choice.source)
+        self._chosen.set()
         kept |= self._loaded([layer for layer in layers if layer not in kept])
         chosen, layers = layers, tuple(layer for layer in layers if layer in kept)
         if len(layers) < len(chosen):
@@ -224,14 +284,82 @@ class HostMlps:
                 return self._why_not
         fewer = "" if layers == chosen else f", which had no room for {len(chosen)} of them"
         # A step waits for the others' MLPs as before.
-        share = len(layers) / len(hosted_layers(offer.order, in_a_row, len(offer.order)))
+        share = len(layers) / len(hosted_layers(offer.order, choice.in_a_row, len(offer.order)))
         gain = 1 / (1 - share + share / gains[1])
         reason = (
             f"the host computes the MLPs of {counted(len(layers), 'streamed layer')} in steps of up to"
-            f" {counted(few, 'token')} on {counted(offer.threads, 'thread')}, expected {gain:.2f}x as fast:"
-            f" {said}; {format_bytes(len(layers) * offer.mlp_bytes)} of RAM{fewer}"
+            f" {counted(few, 'token')} on {counted(offer.threads, 'thread')}, expected {gain:.2f}x as fast for one:"
+            f" {choice.said}; {format_bytes(len(layers) * offer.mlp_bytes)} of RAM{fewer}"
         )
         return self._join([kept[layer] for layer in layers], layers, few, reason)
+
+    def _none(self, why: str, source: str = "planner") -> str:
+        """None are worth it, or possible, as is known at the start."""
+        self._decision = Decision("cpu_compute", "none", f"the GPU computes all MLPs ({why})", source)
+        return why
+
+    def _choose(self, mlps: Sequence[ExpertLayer], link: float) -> Choice:
+        """With these MLPs computed by turns, while the thread that launches steps has layers copied, or without that.
+        `link`: bytes a second, alone."""
+        offer = self._offer
+        sizes = [size for size in FEW_SIZES if size < 2 * offer.tokens]  # Steps are padded, at most so far.
+
+        def mlp_s(tokens: int) -> float:
+            return measure_layers(mlps, 1, tokens, offer.dtype, 1)
+
+        calm = self._beside.calm()
+        with ComputeThreads(offer.threads, own=True).computing():
+            choice = self._choose_beside(mlp_s, sizes, link) if calm else None
+            self._beside.end()
+            return self._choose_alone(mlp_s, sizes, link) if choice is None else choice
+
+    def _choose_beside(self, mlp_s: Callable[[int], float], sizes: Sequence[int], link: float) -> Choice | None:
+        """By what both do at once; None: it could not be measured."""
+        offer, found, gains, in_a_row = self._offer, dict[int, Together](), dict[int, float](), 0
+        alone = offer.mlp_bytes / mlp_s(1)
+        if not self._beside.begin():
+            return None
+        ends_s, late = time.monotonic() + MOST_MEASURED_S, ""
+        for size in sizes:
+            if found and time.monotonic() > ends_s:
+                late = "; larger steps were not measured, for want of time"
+                break
+            together = self._beside.timed(partial(mlp_s, size))
+            if together is None:
+                return None
+            if not in_a_row:  # One token is what the host computes for most.
+                by_row = {row: offer.speedup(row, link, together) for row in range(1, MOST_IN_A_ROW + 1)}
+                in_a_row = max(by_row, key=by_row.__getitem__)
+            found[size], gains[size] = together, offer.speedup(in_a_row, link, together)
+            if gains[size] < WORTH:
+                break
+        read = _listed(offer.mlp_bytes / one.host_s / 1e9 for one in found.values())
+        brought = _listed(one.link_bytes_per_s / 1e9 for one in found.values())
+        said = (
+            f"measured at once, by tokens of a step ({_listed(found)}), its cores read {read} GB/s beside copies"
+            f" ({alone / 1e9:.0f} alone for one), and the link brings {brought} beside them ({link / 1e9:.0f} alone):"
+            f" steps would be {_listed(gains.values(), '.2f')}x as fast{late}"
+        )
+        return Choice(in_a_row, gains, said, "measured")
+
+    def _choose_alone(self, mlp_s: Callable[[int], float], sizes: Sequence[int], link: float) -> Choice:
+        """By what each does alone, and what plans take that to be worth beside the other."""
+        offer, gains, in_a_row, alone = self._offer, dict[int, float](), 0, 0.0
+        for size in sizes:
+            taken_s = mlp_s(size)
+            if not in_a_row:
+                by_row = {row: offer.estimated(row, link, taken_s, size) for row in range(1, MOST_IN_A_ROW + 1)}
+                in_a_row, alone = max(by_row, key=by_row.__getitem__), offer.mlp_bytes / taken_s
+            gains[size] = offer.estimated(in_a_row, link, taken_s, size)
+            if gains[size] < WORTH or self._stopping.is_set():
+                break
+        said = (
+            f"its cores read {alone / 1e9:.0f} GB/s alone for one token, the link brings {link / 1e9:.0f} alone; at"
+            f" once they could not be measured ({self._beside.why_not}), and are taken, as in plans, to keep"
+            f" {DURING_COPIES:.0%} and, beside many tokens, {COPIES_LEFT[1]:.0%} of it: by tokens of a step"
+            f" ({_listed(gains)}) they would be {_listed(gains.values(), '.2f')}x as fast"
+        )
+        return Choice(in_a_row, gains, said, "planner")
 
     def _within_ram(self, copied: tuple[int, ...]) -> tuple[int, ...]:
         """Without as many of them as there is RAM too little by now: several were begun on the same last bytes, and
@@ -265,3 +393,7 @@ class HostMlps:
         with ThreadPoolExecutor(min(LOADERS, max(1, len(layers))), "host-mlp") as pool:
             made = dict(zip(layers, pool.map(load, layers), strict=True))
         return {layer: mlp for layer, mlp in made.items() if mlp is not None}
+
+
+def _listed(numbers: Iterable[float], form: str = ".0f") -> str:
+    return "/".join(format(number, form) for number in numbers)

@@ -7,7 +7,7 @@
                   without them             bytes met / link, as kernels read over it
 
 Whichever is sooner counts. A router that prefers some experts is faster than this: those that are used most stay.
-And one whose layers are streamed, where the host's cores compute some of their MLPs: `footprint.streamed.speedup`.
+And one whose layers are streamed, where the host's cores compute some MLPs: `footprint.streamed.estimated_speedup`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from holdfast.footprint.expert_places import FEW_TOKENS, LINK_SHARE, MLP_MATRICES, ExpertPlaces
 from holdfast.footprint.experts import kinds
 from holdfast.footprint.identity_key import Same
-from holdfast.footprint.streamed import MOST_IN_A_ROW, WORTH, StreamedLayers, hosted_layers, speedup
+from holdfast.footprint.streamed import MOST_IN_A_ROW, WORTH, StreamedLayers, estimated_speedup, hosted_layers
 from holdfast.hardware import Processor
 from holdfast.planner.fit.count import experts_on_gpu
 from holdfast.planner.fit.placement import pinned_room
@@ -27,9 +27,6 @@ from holdfast.planner.sizing.engine_weights import engine_weights
 from holdfast.planner.sizing.host_cores import KERNEL_SHARE, host_flops, host_gb_s
 
 GB = 10**9
-COPIES_LEFT = 0.05, 0.65
-"""Of the link's rate, what each token more that the host's cores compute MLPs for takes, and what is left at least: on
-an H200's host it copied 51 GB/s beside one token, and 36 of 55 beside eight."""
 ROUND_TRIP_S = 15e-6
 """Of each layer whose experts the host computes: from the GPU's request to its reading the reply."""
 
@@ -115,20 +112,18 @@ class MlpSpeed:
         if tokens > FEW_TOKENS:
             return 1.0
 
-        # Copies are slower beside cores that compute much.
-        left = max(COPIES_LEFT[1], 1 - (tokens - 1) * COPIES_LEFT[0])
-
         def one(count: int) -> float:
             """Seconds of an MLP with so many tokens."""
             reading = self.mlp_bytes / (host_gb_s(self.host) * GB * share)
             return max(reading, 2 * count * self.parameters / (host_flops(self.host) * share))
 
-        def gained(in_a_row: int, count: int, share_of_link: float) -> float:
-            link = link_bytes_per_s * share_of_link
-            return speedup(in_a_row, self.attention_bytes, self.mlp_bytes, link, one(count))
+        def gained(in_a_row: int, count: int) -> float:
+            return estimated_speedup(
+                in_a_row, self.attention_bytes, self.mlp_bytes, link_bytes_per_s, one(count), count
+            )
 
-        in_a_row = max(range(1, MOST_IN_A_ROW + 1), key=lambda row: gained(row, 1, 1.0))
-        found = left * gained(in_a_row, tokens, left)
+        in_a_row = max(range(1, MOST_IN_A_ROW + 1), key=lambda row: gained(row, 1))
+        found = gained(in_a_row, tokens)
         all_of_them = len(hosted_layers(self.layers, in_a_row, len(self.layers)))
         if found < WORTH or not all_of_them:
             return 1.0
