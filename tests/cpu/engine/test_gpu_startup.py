@@ -143,7 +143,7 @@ class FakeRunner:
     decisions = ()
     kv_dtype = torch.bfloat16
     layer_slots_bytes = expert_slots_bytes = pinned_bytes = mapped_bytes = 0
-    movable_layers = movable_experts = change_experts = None
+    movable_layers = movable_experts = change_experts = keep_graphs = None
 
     def __init__(self, gpu: FakeGpu, plan: Plan, page: int) -> None:
         self.gpu, self.plan, self.page = gpu, plan, page
