@@ -30,6 +30,8 @@ class Gpu:
 
     kept = False
     captured_bytes = 0
+    unaccounted_bytes = 0
+    """That no share has."""
 
     def __init__(self, ram_layers: int = 100, graphs_bytes: int = 0) -> None:
         self.total, self.graphs_bytes = 1000 * PAGE, graphs_bytes
@@ -70,7 +72,7 @@ class Gpu:
 
     def told_bytes(self) -> int:
         handles = (*self.driver.handles.values(), *self.kv_driver.handles.values())
-        return OTHERS + self.captured_bytes + sum(handles)
+        return OTHERS + self.captured_bytes + self.unaccounted_bytes + sum(handles)
 
     def keep_graphs(self, kept: bool) -> None:
         self.kept = kept

@@ -242,6 +242,16 @@ def test_kv_gives_way_to_graphs_and_layers_do_not() -> None:
     gpu.close()
 
 
+def test_what_room_for_graphs_has_hidden_is_counted_when_they_go() -> None:
+    gpu = Gpu(graphs_bytes=GRAPHS)
+    gpu.change(gpu.total)
+    gpu.unaccounted_bytes = GRAPHS // 2
+    granted = gpu.change(gpu.budget)
+    assert len(gpu.layers.streamed) == STREAMED
+    assert gpu.told_bytes() <= granted.budget_bytes == gpu.budget
+    gpu.close()
+
+
 def test_graphs_stay_where_no_layer_could_leave() -> None:
     gpu = Gpu(graphs_bytes=GRAPHS)
     gpu.change(gpu.total)

@@ -157,6 +157,8 @@ class VramArbiter:
             # A RangeError of layers is no refusal: nothing may be behind one of them then.
             if self._layers is not None:
                 self._move_layers(self._layers, target, blocks_beside, resize)
+                if graphs and not self._graphs_bytes:  # What was reserved for them may have hidden some.
+                    unaccounted = max(unaccounted, (self.memory.told_bytes() or 0) - self._reserved())
             if self._experts is not None:
                 self._move_experts(self._experts, target.staying, blocks_beside, resize)
                 # Memory of tensors comes and goes in pieces that torch divides.
@@ -197,9 +199,8 @@ class VramArbiter:
         own, free = self.memory.told_bytes() or reserved, self.memory.held().free_bytes
         unaccounted = max(0, own - reserved)
         others = self._others() + unaccounted
-        most_others = max(others, self._planned_others)
         wanted = min(asked.budget_bytes, own + free) if asked.at_most_free else asked.budget_bytes
-        least = most_others + self._kv.backed_bytes(least_blocks)
+        least = max(others, self._planned_others) + self._kv.backed_bytes(least_blocks)
         # No layer leaves for more KV than the pool may have.
         wanted_kv = self._wanted_kv if wanted_kv is None else wanted_kv
         wanted_kv = wanted_kv if asked.kv_bytes is None else min(wanted_kv, asked.kv_bytes)
