@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -25,16 +24,10 @@ OTHERS = 50 * PAGE
 
 
 class Gpu:
-    """Layers, pages of KV, and others that are always the same. `graphs_bytes`: of graphs that steps are captured in
-    while all layers stay."""
+    """Layers, pages of KV, and others that are always the same."""
 
-    kept = False
-    captured_bytes = 0
-    unaccounted_bytes = 0
-    """That no share has."""
-
-    def __init__(self, ram_layers: int = 100, graphs_bytes: int = 0) -> None:
-        self.total, self.graphs_bytes = 1000 * PAGE, graphs_bytes
+    def __init__(self, ram_layers: int = 100) -> None:
+        self.total = 1000 * PAGE
         by_layer = [PAGE] * LAYERS
         placed = replace(beside_gpu(streamed_layers(by_layer, STREAMED, 0), by_layer), ahead=0)
         self.size = placed.sizes[0]
@@ -56,43 +49,12 @@ class Gpu:
             "context": OTHERS, "weights": self.layers.resident_bytes, "layer_slots": self.layers.nbytes
         }  # fmt: skip
         self.budget = sum(held.values()) + self.kv.nbytes
-        self.arbiter = VramArbiter(
-            self,
-            self.kv,
-            self.budget,
-            held,
-            sum(held.values()),
-            self.layers,
-            graphs_bytes=graphs_bytes,
-            keep_graphs=self.keep_graphs,  # type: ignore[arg-type]
-        )
-        self.change_layers, self.layers.change = self.layers.change, self.watched_change  # type: ignore[method-assign]
+        self.arbiter = VramArbiter(self, self.kv, self.budget, held, sum(held.values()), self.layers)  # type: ignore[arg-type]
         self.arbiter.pool_is_backed()
         self.most_own = 0
 
     def told_bytes(self) -> int:
-        handles = (*self.driver.handles.values(), *self.kv_driver.handles.values())
-        return OTHERS + self.captured_bytes + self.unaccounted_bytes + sum(handles)
-
-    def keep_graphs(self, kept: bool) -> None:
-        self.kept = kept
-        self.captured_bytes *= kept
-
-    def watched_change(self, streamed: Sequence[int]) -> None:
-        assert not self.captured_bytes, "no layer goes from under a graph"
-        self.change_layers(streamed)
-
-    def step(self) -> None:
-        """All layers are themselves in it; it is captured where it may be."""
-        if self.kept and not self.layers.comes:
-            self.captured_bytes = self.graphs_bytes
-            assert not self.layers.streamed
-        for layer in range(LAYERS):
-            self.layers.begin(layer)
-            assert self.layers.place(layer)[:PAGE].eq(layer).all()
-            self.layers.halfway(layer)
-            self.layers.end(layer)
-        self.most_own = max(self.most_own, self.told_bytes())
+        return OTHERS + sum(self.driver.handles.values()) + sum(self.kv_driver.handles.values())
 
     def held(self) -> SimpleNamespace:
         return SimpleNamespace(free_bytes=self.total - self.told_bytes(), own_bytes=self.told_bytes())

@@ -98,13 +98,6 @@ def graphs_bytes(layers: int, sequences: int, *, captured: bool = True, experts_
     return code_bytes(experts_apart=experts_apart) + graphs
 
 
-def later_graphs_bytes(layers: int, sequences: int) -> int:
-    """Of all graphs of a decoder whose layers come to stay while it serves, with what cuBLAS has for their stream: a
-    start that streamed some has measured neither."""
-    captured = graphs_bytes(layers, sequences) - graphs_bytes(layers, sequences, captured=False)
-    return captured + CUBLAS_BYTES // 2
-
-
 def exchange_slot_bytes(hidden: int, tokens: int, widest_vocab: int, *, dtype: str) -> int:
     """Of what a rank shows the others: the stream of a step, or a row of its logits. `widest_vocab`: rows of the
     vocabulary that one rank has."""

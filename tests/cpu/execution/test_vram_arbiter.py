@@ -20,8 +20,6 @@ from holdfast.execution.gpu.memory.virtual_memory import OUT_OF_MEMORY, RangeErr
 from holdfast.execution.streaming.pinned_memory import NOT_PINNED
 from holdfast.records import VramBudget
 
-GRAPHS = 10 * PAGE
-
 
 def test_a_larger_budget_takes_layers_in_and_a_smaller_one_sends_them_out() -> None:
     gpu = Gpu()
@@ -174,10 +172,9 @@ def test_a_layer_that_nothing_lies_behind_is_no_refusal(monkeypatch: pytest.Monk
         gpu.change(gpu.budget)
 
 
-@pytest.mark.parametrize("graphs_bytes", [0, 10 * PAGE])
 @pytest.mark.parametrize("seed", range(4))
-def test_any_budgets_are_kept_to_and_every_layer_is_itself(seed: int, graphs_bytes: int) -> None:
-    gpu, dice, captured = Gpu(graphs_bytes=graphs_bytes), random.Random(seed), 0
+def test_any_budgets_are_kept_to_and_every_layer_is_itself(seed: int) -> None:
+    gpu, dice = Gpu(), random.Random(seed)
     for _ in range(12):
         gpu.most_own, before = 0, gpu.arbiter.budget_bytes
         budget = dice.randrange(gpu.total)
@@ -187,105 +184,11 @@ def test_any_budgets_are_kept_to_and_every_layer_is_itself(seed: int, graphs_byt
         assert abs(granted.blocks - expected) <= 32, "but for pieces that memory goes in"
         assert gpu.told_bytes() <= granted.budget_bytes
         assert gpu.most_own <= max(before, granted.budget_bytes), "nor meanwhile"
-        gpu.step()
-        gpu.step()
-        assert gpu.most_own <= max(before, granted.budget_bytes), "with what was captured"
-        captured += gpu.captured_bytes > 0
-    assert (captured > 0) == (graphs_bytes > 0)
-    gpu.close()
-
-
-def all_stay_bytes(gpu: Gpu) -> int:
-    """Others and all layers."""
-    return OTHERS + gpu.layers.bytes_with(())
-
-
-def test_graphs_are_there_while_all_layers_stay_and_their_memory_goes_back_before_one_leaves() -> None:
-    gpu = Gpu(graphs_bytes=GRAPHS)
-    gpu.step()
-    assert gpu.captured_bytes == 0
-    granted = gpu.change(gpu.total)
-    assert granted.layers.streamed == ()
-    assert granted.layers.graphs_bytes == gpu.arbiter.shares["graphs"] == GRAPHS
-    assert gpu.told_bytes() == gpu.total - GRAPHS, "KV leaves them room"
-    gpu.step()
-    assert gpu.captured_bytes == 0, "layers that came are copied by the first step"
-    gpu.step()
-    assert (gpu.captured_bytes, gpu.told_bytes()) == (GRAPHS, gpu.total)
-    gpu.change(gpu.total - 2 * GRAPHS)
-    assert (gpu.kept, gpu.captured_bytes) == (True, GRAPHS), "of KV there is enough"
-    less = gpu.change(gpu.budget)
-    assert len(gpu.layers.streamed) == STREAMED
-    assert (gpu.kept, gpu.captured_bytes, less.layers.graphs_bytes, gpu.arbiter.shares["graphs"]) == (False, 0, 0, 0)
-    assert gpu.kv.blocks == 40, "nothing is kept for graphs that cannot be"
-    gpu.close()
-
-
-def test_kv_gives_way_to_graphs_and_layers_do_not() -> None:
-    gpu = Gpu(graphs_bytes=GRAPHS)
-    wanted, least = 40 * PAGE, gpu.kv.backed_bytes(LEAST_BLOCKS)
-    granted = gpu.change(all_stay_bytes(gpu) + wanted)
-    assert (granted.layers.streamed, granted.layers.graphs_bytes) == ((), GRAPHS)
-    assert granted.kv_bytes == wanted - GRAPHS
-    assert not gpu.arbiter.moves(VramBudget(budget_bytes=gpu.arbiter.budget_bytes), LEAST_BLOCKS)
-    gpu.close()
-    gpu = Gpu(ram_layers=-STREAMED, graphs_bytes=GRAPHS)  # None that came to stay can leave again.
-    gpu.change(gpu.total)
-    gpu.step()
-    gpu.step()
-    gpu.layers.one_more = lambda layers: None  # type: ignore[method-assign]
-    fits = gpu.change(all_stay_bytes(gpu) + least + GRAPHS)
-    assert (fits.layers.graphs_bytes, fits.kv_bytes, gpu.captured_bytes) == (GRAPHS, least, GRAPHS)
-    short = gpu.change(all_stay_bytes(gpu) + least + GRAPHS - PAGE)
-    assert (short.layers.streamed, short.layers.graphs_bytes, gpu.captured_bytes) == ((), 0, 0)
-    assert gpu.told_bytes() <= short.budget_bytes == all_stay_bytes(gpu) + least + GRAPHS - PAGE
-    gpu.close()
-
-
-def test_what_room_for_graphs_has_hidden_is_counted_when_they_go() -> None:
-    gpu = Gpu(graphs_bytes=GRAPHS)
-    gpu.change(gpu.total)
-    gpu.unaccounted_bytes = GRAPHS // 2
-    granted = gpu.change(gpu.budget)
-    assert len(gpu.layers.streamed) == STREAMED
-    assert gpu.told_bytes() <= granted.budget_bytes == gpu.budget
-    gpu.close()
-
-
-def test_graphs_stay_where_no_layer_could_leave() -> None:
-    gpu = Gpu(graphs_bytes=GRAPHS)
-    gpu.change(gpu.total)
-    refused = Mock(side_effect=EngineError("no more RAM", code=NOT_PINNED))
-    gpu.layers.change = refused  # type: ignore[method-assign]
-    with pytest.raises(DoesNotFitError):
-        gpu.change(gpu.budget)
-    assert refused.called
-    assert (gpu.kept, gpu.arbiter.shares["graphs"]) == (True, GRAPHS)
-    gpu.close()
-
-
-@pytest.mark.parametrize("leave", [False, True])
-def test_ctrl_c_finds_graphs_counted_as_they_are_kept(leave: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = Gpu(graphs_bytes=GRAPHS)
-    if leave:
-        gpu.change(gpu.total)
-        gpu.step()
-        gpu.step()
-    change = gpu.layers.change
-
-    def struck(streamed: tuple[int, ...]) -> None:
-        signal.raise_signal(signal.SIGINT)
-        change(streamed)
-
-    with monkeypatch.context() as meanwhile:
-        meanwhile.setattr(gpu.layers, "change", struck)
-        with pytest.raises(KeyboardInterrupt):
-            gpu.change(gpu.budget if leave else gpu.total)
-    assert gpu.kept == (not gpu.layers.streamed) == (not leave)
-    assert gpu.arbiter.shares["graphs"] == GRAPHS * gpu.kept
-    gpu.step()
-    gpu.step()
-    assert gpu.told_bytes() <= gpu.total
+        for layer in range(LAYERS):
+            gpu.layers.begin(layer)
+            assert gpu.layers.place(layer)[:PAGE].eq(layer).all()
+            gpu.layers.halfway(layer)
+            gpu.layers.end(layer)
     gpu.close()
 
 

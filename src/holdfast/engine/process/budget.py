@@ -19,12 +19,10 @@ from holdfast.engine.process import protocol
 from holdfast.engine.startup.build import FoundModel, plan_model
 from holdfast.engine.startup.plan_lines import concurrency, planned_terms
 from holdfast.errors import EngineError, UnsupportedOptionError
-from holdfast.footprint.gpu import code_bytes
 from holdfast.footprint.streamed import page_tables_bytes, with_others_streamed
 from holdfast.hardware import memory
 from holdfast.observability.decisions import Decision
 from holdfast.planner import Plan, largest_pool, settle_pool
-from holdfast.planner.engines.command import written_size
 from holdfast.planner.fit.result import describe_budget
 from holdfast.records import (
     EngineInfo,
@@ -192,13 +190,12 @@ def with_vram(now: Serving, asked: VramBudget, vram: int | None, granted: VramGr
     rank = replace(rank, budget_bytes=budget, device=replace(rank.device, budget_bytes=config.vram))
     layers, experts = granted.layers, granted.experts
     if (sizes := _sizes(granted, plan.engine.kv_ram_bytes)) is not None:
-        # A process that is started again has them from the start.
-        begins = sizes if layers is None else sizes | {"graphs": code_bytes(experts_apart=False) + layers.graphs_bytes}
-        rank = replace(rank, terms=tuple(replace(one, nbytes=begins.get(one.name, one.nbytes)) for one in rank.terms))
+        rank = replace(rank, terms=tuple(replace(one, nbytes=sizes.get(one.name, one.nbytes)) for one in rank.terms))
     why = describe_budget(rank, plan.utilization)
     lacking = vram is not None and budget < asked.budget_bytes
     if short:
-        why = _least_said(now, asked, limits.max_model_len)
+        kept = f"weights, workspaces and one sequence of {counted(limits.max_model_len, 'token')}"
+        why = f"{format_bytes(asked.budget_bytes)} was requested, but {kept} stay: the least that can be kept to"
     if lacking:
         took = "others took memory of the GPU meanwhile: ask again when they have left"
         why = f"{format_bytes(asked.budget_bytes)} was requested, but {took}"
@@ -229,16 +226,6 @@ def with_vram(now: Serving, asked: VramBudget, vram: int | None, granted: VramGr
     if sizes is not None:
         info = _with_sizes_told(info, granted, sizes)
     return replace(now, config=config, plan=changed, info=info)
-
-
-def _least_said(now: Serving, asked: VramBudget, tokens: int) -> str:
-    """Where all weights began on the GPU none ever leaves, and a start may place them elsewhere."""
-    kept = f"weights, workspaces and one sequence of {counted(tokens, 'token')}"
-    said = f"{format_bytes(asked.budget_bytes)} was requested, but {kept} stay: the least that can be kept to"
-    if now.plan.engine.streamed is not None or now.plan.engine.expert_places is not None:
-        return said
-    command = f"holdfast serve {now.info.model} --vram {written_size(asked.budget_bytes)}"
-    return f"{said}; a model that began whole in VRAM stays so, and less needs a restart: {command}"
 
 
 def changed_by_itself(now: Serving, message: protocol.Balanced | protocol.Breathed) -> tuple[Plan, EngineInfo]:

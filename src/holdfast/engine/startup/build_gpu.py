@@ -53,7 +53,6 @@ from holdfast.planner import Plan, largest_pool, settle_pool
 from holdfast.planner.serve.kv_store_ram import store_terms
 from holdfast.planner.serve.shares.engines import one_share, ram_share
 from holdfast.planner.sizing.host_ram import may_be_pinned
-from holdfast.planner.sizing.terms import later_graphs_bytes
 from holdfast.records import LowerTier, MemoryReport, MemoryTerm
 from holdfast.units import GIB, format_bytes
 
@@ -322,9 +321,6 @@ def _settle(
     uncounted = 0 if memory.told_bytes() is None else tables
     taken = taken_terms(plan, measured, captured.own_bytes + uncounted - runner.kv.nbytes)
     planned = sum(size for name, size in plan.terms.items() if name != "kv_pool")
-    # Captured when they are needed, like those of layers that come to stay later.
-    if graphs_kept := _keeps_graphs(runner, plan):
-        runner.keep_graphs(True)
     # What was asked for by hand stays so.
     by_hand = plan.question.settings.offload.experts_by_hand
     arbiter = VramArbiter(
@@ -336,29 +332,11 @@ def _settle(
         runner.movable_layers,
         None if by_hand else runner.movable_experts,
         runner.change_experts,
-        _later_graphs_bytes(runner, plan),
-        runner.keep_graphs,
-        graphs_kept=graphs_kept,
     )
     plan = _back(plan, runner, arbiter)
     arbiter.pool_is_backed()
     measured["kv_pool"] = runner.kv.nbytes
     return runner, plan, report_of(plan, measured, loaded, memory.held(), below(plan)), arbiter
-
-
-def _later_graphs_bytes(runner: GpuRunner, plan: Plan) -> int:
-    """Of graphs that there are only while all layers stay."""
-    if runner.movable_layers is None or not runner.captures:
-        return 0
-    return later_graphs_bytes(runner.spec, plan.limits, plan.question.settings.max_loras)
-
-
-def _keeps_graphs(runner: GpuRunner, plan: Plan) -> bool:
-    """Whether all layers came to stay before this process was started, and the plan has counted graphs of them."""
-    layers = runner.movable_layers
-    if layers is None or layers.streamed or not runner.captures:
-        return False
-    return plan.terms.get("graphs", 0) > code_bytes(experts_apart=False)
 
 
 def _load(

@@ -3,7 +3,7 @@
     budget ┬ context, weights, buffers, activations, logits, adapters, graphs     as measured, with what may still come
            ├ unaccounted      what the driver counts as ours and no share does
            ├ layers           those that stay, and slots of those that come for every step: as many stay as there is
-           │                  room for beside the KV that is wanted; while all of them stay, graphs of steps as well
+           │                  room for beside the KV that is wanted
            └ kv_pool          the rest: the share that gives way, and gets what others leave
 
 Shares are reserved, so what a step needs at its worst is there when it comes. Moves nothing itself: it is told how.
@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 from holdfast.errors import DoesNotFitError, EngineError
 from holdfast.execution.gpu.memory.accounting import GpuMemory
-from holdfast.execution.gpu.memory.arbiter_lines import not_there, say_price
 from holdfast.execution.gpu.memory.kv_range import KVRange
 from holdfast.execution.gpu.memory.movable import Movable, MovableExperts, MovableLayers
 from holdfast.execution.gpu.memory.virtual_memory import RangeError
@@ -27,7 +26,7 @@ from holdfast.execution.streaming.pinned_memory import NOT_PINNED
 from holdfast.footprint.streamed import page_tables_bytes
 from holdfast.held_interrupts import interrupts_put_off
 from holdfast.records import ExpertsGrant, LayersGrant, VramBudget, VramGrant
-from holdfast.units import format_bytes
+from holdfast.units import counted, format_bytes
 
 log = logging.getLogger("holdfast")
 
@@ -52,18 +51,14 @@ class _Target(NamedTuple):
     staying: int
     """Experts."""
     movable_bytes: int
-    """Of layers, or experts, then, and of graphs of them."""
-    graphs: bool
-    """Whether there is room for these."""
+    """Of layers, or experts, then."""
 
 
 class VramArbiter:
     """`shares`: what each but the KV pool holds or may still take. `planned_bytes`: of all of them as a start would
     plan them; no budget is granted that the next start would refuse. `layers`: which may come and go, and are in
     `shares` as weights and layer_slots; beside them the pool is what is wanted, and what no layer has room in.
-    `experts`: in their place, as weights and expert_slots, and `change_experts` lets so many stay. `graphs_bytes`: of
-    all graphs of steps whose layers stay; 0: there are none. `keep_graphs`: whether they may be captured from now on;
-    their memory goes back where not. `graphs_kept`: they may already, and are in `shares` and planned."""
+    `experts`: in their place, as weights and expert_slots, and `change_experts` lets so many stay."""
 
     def __init__(
         self,
@@ -75,21 +70,14 @@ class VramArbiter:
         layers: MovableLayers | None = None,
         experts: MovableExperts | None = None,
         change_experts: Callable[[int], None] | None = None,
-        graphs_bytes: int = 0,
-        keep_graphs: Callable[[bool], None] = lambda kept: None,
-        *,
-        graphs_kept: bool = False,
     ) -> None:
         self.memory, self._kv, self._layers = memory, kv, layers
         self._experts, self._change_experts = experts, change_experts
-        self._all_graphs_bytes, self._keep_graphs = graphs_bytes, keep_graphs
-        self._graphs_bytes = graphs_bytes if graphs_kept else 0
-        """Of shares, what goes back when a layer leaves."""
         self.budget_bytes, self.shares = budget_bytes, dict(shares)
         self._base_kv = self._wanted_kv = self.base_blocks = 0
         """`base_blocks`: pages of the pool for which no layer has left."""
         self._planned_others = planned_bytes - self._layers_bytes()
-        self._resident = self._layers_bytes() - self._slots_bytes() - self._graphs_bytes
+        self._resident = self._layers_bytes() - self._slots_bytes()
         pinned = sum(page_tables_bytes(one.pinned_bytes) for one in (layers, experts) if one is not None)
         self._other_tables = max(0, self.shares.get("page_tables", 0) - pinned)
         """Of RAM that is pinned for KV pages."""
@@ -104,9 +92,9 @@ class VramArbiter:
         self._base_kv = self._wanted_kv = int(WANTED_SHARE * self._kv.nbytes)
 
     def _layers_bytes(self) -> int:
-        """Of layers, or experts, that may come and go, and of graphs that go before a layer does."""
+        """Of layers, or experts, that may come and go."""
         movable = self._layers or self._experts
-        return 0 if movable is None else movable.resident_bytes + movable.nbytes + self._graphs_bytes
+        return 0 if movable is None else movable.resident_bytes + movable.nbytes
 
     def _slots_bytes(self) -> int:
         movable = self._layers or self._experts
@@ -135,7 +123,6 @@ class VramArbiter:
         kept, then resizes the pool."""
         target = self._target(asked, least_blocks)
         unaccounted, placed, blocks = target.unaccounted, self._placed(), self._kv.blocks
-        graphs = self._graphs_bytes > 0
 
         def blocks_beside(layers_bytes: int) -> int:
             return self._blocks_beside(asked, target.budget, unaccounted, least_blocks, layers_bytes)
@@ -144,21 +131,19 @@ class VramArbiter:
             more = self._kv.backed_bytes(pages) - self._kv.nbytes
             # A range takes piece by piece until the driver refuses: neighbours would find nothing meanwhile.
             if more > 0 and more > (free := self.memory.held().free_bytes):
-                raise not_there(target.budget, target.own, free)
+                raise _not_there(target.budget, target.own, free)
             try:
                 resize_kv(pages)
             except RangeError as error:
                 if not error.out_of_memory:
                     raise
-                raise not_there(target.budget, target.own, self.memory.held().free_bytes) from error
+                raise _not_there(target.budget, target.own, self.memory.held().free_bytes) from error
 
         budget = target.budget
         try:
             # A RangeError of layers is no refusal: nothing may be behind one of them then.
             if self._layers is not None:
-                self._move_layers(self._layers, target, blocks_beside, resize)
-                if graphs and not self._graphs_bytes:  # What was reserved for them may have hidden some.
-                    unaccounted = max(unaccounted, (self.memory.told_bytes() or 0) - self._reserved())
+                self._move_layers(self._layers, target.streamed, blocks_beside, resize)
             if self._experts is not None:
                 self._move_experts(self._experts, target.staying, blocks_beside, resize)
                 # Memory of tensors comes and goes in pieces that torch divides.
@@ -169,7 +154,6 @@ class VramArbiter:
                 with suppress(DoesNotFitError):  # It made room for what did not come.
                     resize(blocks)
             if self._placed() == placed and self._kv.blocks == blocks:
-                self._leave_room_for_graphs(graphs)
                 raise
             # What was in force stays so where it was not to become less: others may leave again.
             budget = max(self.kept_bytes, min(target.budget, self.budget_bytes))
@@ -209,14 +193,10 @@ class VramArbiter:
         movable_bytes = 0 if self._layers is None else self._layers.bytes_with(streamed)
         if self._experts is not None:
             movable_bytes = self._experts.bytes_with(staying)
-        # KV gives way to graphs, as at a start; no layer does, which is larger than all of them, and slower to lack.
-        graphs = self._layers is not None and not streamed and self._all_graphs_bytes > 0
-        graphs = graphs and least + movable_bytes + self._all_graphs_bytes <= wanted
-        movable_bytes += self._all_graphs_bytes if graphs else 0
         budget = max(wanted, least + movable_bytes)
         if budget > max(own + free, self.budget_bytes):
-            raise not_there(budget, own, free)
-        return _Target(budget, own, unaccounted, streamed, staying, movable_bytes, graphs)
+            raise _not_there(budget, own, free)
+        return _Target(budget, own, unaccounted, streamed, staying, movable_bytes)
 
     def _blocks_beside(
         self, asked: VramBudget, budget: int, unaccounted: int, least_blocks: int, layers_bytes: int
@@ -268,23 +248,21 @@ class VramArbiter:
     def _move_layers(
         self,
         layers: MovableLayers,
-        target: _Target,
+        streamed: tuple[int, ...],
         blocks_beside: Callable[[int], int],
         resize_kv: Callable[[int], None],
     ) -> None:
-        if set(target.streamed) == set(layers.streamed):
-            self._leave_room_for_graphs(target.graphs)
+        if set(streamed) == set(layers.streamed):
             return
-        if target.movable_bytes > self._layers_bytes():  # The pool makes room first.
-            resize_kv(min(self._kv.blocks, blocks_beside(target.movable_bytes)))
+        before = self._layers_bytes()
+        if layers.bytes_with(streamed) > before:  # The pool makes room first.
+            resize_kv(min(self._kv.blocks, blocks_beside(layers.bytes_with(streamed))))
         try:
             with interrupts_put_off():
-                self._leave_room_for_graphs(False)
                 try:
-                    layers.change(target.streamed)
+                    layers.change(streamed)
                 finally:  # What some were pinned for stays where one could not be.
                     self._count(layers, "layer_slots")
-                self._leave_room_for_graphs(target.graphs and not layers.streamed)
         except EngineError as error:
             if error.code != NOT_PINNED:
                 raise
@@ -296,16 +274,6 @@ class VramArbiter:
                 field="vram",
             ) from error
 
-    @interrupts_put_off()
-    def _leave_room_for_graphs(self, room: bool) -> None:
-        """Or take it, with the memory of those that there are."""
-        nbytes = self._all_graphs_bytes if room else 0
-        if nbytes == self._graphs_bytes:
-            return
-        self._keep_graphs(room)
-        self.shares["graphs"] = self.shares.get("graphs", 0) + nbytes - self._graphs_bytes
-        self._graphs_bytes = nbytes
-
     def _count(self, moved: Movable, slots: str) -> None:
         """Its shares, as they are now."""
         # Weights are not all of these.
@@ -316,13 +284,11 @@ class VramArbiter:
         self._resident = moved.resident_bytes
 
     def moves(self, asked: VramBudget, least_blocks: int) -> bool:
-        """Whether `change` would move anything: layers, experts, graphs, pages. Raises DoesNotFitError as it does."""
+        """Whether `change` would move anything: layers, experts, or pages. Raises DoesNotFitError as it does."""
         target = self._target(asked, least_blocks)
         blocks = self._blocks_beside(asked, target.budget, target.unaccounted, least_blocks, target.movable_bytes)
         experts = 0 if self._experts is None else sum(self._experts.resident_counts)
         streamed = () if self._layers is None else self._layers.streamed
-        if target.graphs != (self._graphs_bytes > 0):
-            return True
         return set(target.streamed) != set(streamed) or target.staying != experts or blocks != self._kv.blocks
 
     @property
@@ -440,7 +406,7 @@ class VramArbiter:
         if len(self._layers.streamed) > len(expected):  # A neighbour took what was theirs: they come back later.
             self._wanted_kv = wanted
         granted = self.granted()
-        say_price(before, granted, said, self._layers.use().possible_bytes_per_s)
+        _say_price(before, granted, said, self._layers.use().possible_bytes_per_s)
         return granted
 
     def granted(self) -> VramGrant:
@@ -458,7 +424,6 @@ class VramArbiter:
                 weights_bytes=self.shares["weights"],
                 slots_bytes=layers.nbytes,
                 pinned_bytes=layers.pinned_bytes,
-                graphs_bytes=self._graphs_bytes,
             ),
             experts=None if self._experts is None else self._experts_granted(self._experts),
         )
@@ -470,3 +435,33 @@ class VramArbiter:
             slots_bytes=experts.nbytes,
             pinned_bytes=experts.pinned_bytes,
         )
+
+
+def _say_price(before: VramGrant, after: VramGrant, said: str, link_bytes_per_s: float) -> None:
+    if before.layers is None or after.layers is None:
+        return
+    layers = counted(abs(len(after.layers.streamed) - len(before.layers.streamed)), "layer")
+    moved = after.layers.moved_bytes - before.layers.moved_bytes
+    speed = ""
+    if link_bytes_per_s and before.layers.moved_bytes and after.layers.moved_bytes:
+        first, last = (link_bytes_per_s / one.layers.moved_bytes for one in (before, after) if one.layers is not None)
+        speed = f", at most {first:.2f} and now {last:.2f} steps/s"
+    log.info(
+        "%s %s a KV pool of %s (%s before): %+.2f GB a step%s",
+        layers,
+        said,
+        format_bytes(after.kv_bytes),
+        format_bytes(before.kv_bytes),
+        moved / 1e9,
+        speed,
+    )
+
+
+def _not_there(budget: int, own: int, free: int) -> DoesNotFitError:
+    return DoesNotFitError(
+        f"a budget of {format_bytes(budget)} was requested, but less is free on the GPU",
+        needed=format_bytes(budget),
+        found=f"{format_bytes(own)} that this engine holds, and {format_bytes(free)} free",
+        fix="POST /memory with less, or stop other processes that use this GPU (see nvidia-smi)",
+        field="vram",
+    )
