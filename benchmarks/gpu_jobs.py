@@ -28,6 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks.machine import commit, today
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -85,9 +87,15 @@ class Running:
         return {"ended": found, "seconds": seconds, "last": lines[-1][:300] if lines else ""}
 
     def end(self) -> None:
-        """With all that it started: what stays would hold the GPU's memory."""
+        """With all that it started, servers in sessions of their own too: what stays would hold the GPU's memory."""
+        begun = list[psutil.Process]()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            begun = psutil.Process(self._process.pid).children(recursive=True)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
+        for one in begun:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
         self._process.wait()
 
 

@@ -22,7 +22,7 @@ from holdfast.units import GIB
 
 SETTINGS: dict[str, Any] = {
     "load_format": "dummy", "skip_tokenizer_init": True, "device": "cuda", "dtype": "float32", "max_model_len": 4096,
-    "max_num_seqs": 32, "max_num_batched_tokens": 512, "vram": "24GiB", "kv_ram": "1GiB", "idle_release": 1,
+    "max_num_seqs": 64, "max_num_batched_tokens": 512, "vram": "32GiB", "kv_ram": "1GiB", "idle_release": 1,
 }  # fmt: skip
 ROUNDS = 2
 ANSWERS, TOKENS = 24, 64

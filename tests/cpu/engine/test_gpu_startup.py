@@ -450,6 +450,7 @@ def test_too_small_a_budget_is_kept_to_as_far_as_it_goes(spec: ModelSpec, monkey
     now = with_vram(start.serving(plan, report), asked, GIB, granted)
     (said,) = [line for line in now.info.lowered if line.startswith("budget = ")]
     assert "1.00 GiB was requested" in said
+    assert said.endswith("less needs a restart: holdfast serve fake --vram 1024MiB")
     again = Start(FakeGpu(), monkeypatch, spec, vram="60GiB")
     again.config, again.plan = now.config, now.plan
     assert again.run()[0].engine.blocks >= granted.blocks

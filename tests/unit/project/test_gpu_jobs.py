@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[3]))
@@ -68,6 +69,17 @@ def test_how_each_ended_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert found["late"]["seconds"] < 30
     assert found["disk"]["ended"] == "did not run: without --disk"
     assert json.loads((tmp_path / "jobs.json").read_text())["jobs"] == found
+
+
+def test_a_server_that_a_job_started_ends_with_it(tmp_path: Path) -> None:
+    """In a session of its own too, as those of tests are."""
+    begins = (
+        "import subprocess, sys, time; one = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'],"
+    )
+    code = f"{begins} start_new_session=True); open('server', 'w').write(str(one.pid)); time.sleep(60)"
+    ran(tmp_path, Job("test", "some", f'python -c "{code}"', 3, 1))
+    server = psutil.pid_exists(int((tmp_path / "server").read_text()))
+    assert not server or psutil.Process(int((tmp_path / "server").read_text())).status() == psutil.STATUS_ZOMBIE
 
 
 def test_what_there_is_no_time_or_no_model_for_is_said(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from holdfast.footprint.streamed import page_tables_bytes, with_others_streamed
 from holdfast.hardware import memory
 from holdfast.observability.decisions import Decision
 from holdfast.planner import Plan, largest_pool, settle_pool
+from holdfast.planner.engines.command import written_size
 from holdfast.planner.fit.result import describe_budget
 from holdfast.records import (
     EngineInfo,
@@ -194,8 +195,7 @@ def with_vram(now: Serving, asked: VramBudget, vram: int | None, granted: VramGr
     why = describe_budget(rank, plan.utilization)
     lacking = vram is not None and budget < asked.budget_bytes
     if short:
-        kept = f"weights, workspaces and one sequence of {counted(limits.max_model_len, 'token')}"
-        why = f"{format_bytes(asked.budget_bytes)} was requested, but {kept} stay: the least that can be kept to"
+        why = _least_said(now, asked, limits.max_model_len)
     if lacking:
         took = "others took memory of the GPU meanwhile: ask again when they have left"
         why = f"{format_bytes(asked.budget_bytes)} was requested, but {took}"
@@ -226,6 +226,16 @@ def with_vram(now: Serving, asked: VramBudget, vram: int | None, granted: VramGr
     if sizes is not None:
         info = _with_sizes_told(info, granted, sizes)
     return replace(now, config=config, plan=changed, info=info)
+
+
+def _least_said(now: Serving, asked: VramBudget, tokens: int) -> str:
+    """Where all weights began on the GPU none ever leaves, and a start may place them elsewhere."""
+    kept = f"weights, workspaces and one sequence of {counted(tokens, 'token')}"
+    said = f"{format_bytes(asked.budget_bytes)} was requested, but {kept} stay: the least that can be kept to"
+    if now.plan.engine.streamed is not None or now.plan.engine.expert_places is not None:
+        return said
+    command = f"holdfast serve {now.info.model} --vram {written_size(asked.budget_bytes)}"
+    return f"{said}; a model that began whole in VRAM stays so, and less needs a restart: {command}"
 
 
 def changed_by_itself(now: Serving, message: protocol.Balanced | protocol.Breathed) -> tuple[Plan, EngineInfo]:
