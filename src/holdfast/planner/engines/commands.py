@@ -30,6 +30,7 @@ from holdfast.planner.engines.command import (
     line,
     named_dtype,
     parallel,
+    partition,
     shown_gpus,
     total_is_known,
     written_size,
@@ -234,7 +235,7 @@ def _sglang_command(fit: Plan, sequences: int) -> Command:
         **(lora | {"max_loras": asked.max_loras} if asked.max_loras else {}),
         "device": None if on_gpu else "cpu",
     }
-    text = line("sglang", source.name, settings)
+    text = partition("SGLANG_PP_LAYER_PARTITION", fit) + line("sglang", source.name, settings)
     if not on_gpu:
         notes = ("on a CPU SGLang needs its own build", *source.notes)
         return Command(engine="sglang", text=text, available=False, notes=notes)

@@ -29,6 +29,7 @@ from holdfast.hardware import memory
 from holdfast.models import ModelSpec
 from holdfast.models.stages import rank_spec
 from holdfast.planner import Plan, settle_pool
+from holdfast.planner.serve.settle import stage_blocks
 from holdfast.planner.sizing.rank_shares import whole_experts
 from holdfast.records import LowerTier, MemoryReport, MemoryTerm, RankMemory, VramBudget, VramGrant
 
@@ -165,6 +166,10 @@ def _settled(plan: Plan, measured: list[Measured]) -> Plan:
         coming = max(0, sum(sum(taken[rank].values()) for rank in ranks) - held)
         free = min(measured[rank].free_bytes for rank in ranks) + backed - coming
         room.append(free * engine.layout.page_bytes // sum(pages[rank] for rank in ranks))
+    if plan.stage_ranks:
+        each = max(1, len(engine.shards))
+        within = [stage_blocks(plan, rank // each, one, pages[rank]) for rank, one in enumerate(taken)]
+        return settle_pool(plan, min(room), within_blocks=min(within))
     most = max(taken, key=lambda one: sum(one.values()))
     return settle_pool(plan, min(room), most)
 
