@@ -28,9 +28,11 @@ from holdfast.config.unsupported import RANK_GPUS
 from holdfast.engine.core.loop import EngineCore
 from holdfast.engine.process.fault_injection import RANK_NO_MEMORY
 from holdfast.engine.ranks.following import AskedPlaces
+from holdfast.engine.ranks.gpu import together
 from holdfast.engine.ranks.gpu.follower import NO_MEMORY, GpuFollower
 from holdfast.engine.ranks.gpu.runner import RankedGpuRunner
 from holdfast.engine.ranks.gpu.together import _settled
+from holdfast.engine.ranks.group import RankGroup
 from holdfast.engine.ranks.messages import Measured
 from holdfast.engine.startup.build import _build_on_gpu, find_model
 from holdfast.engine.startup.engine_info import EngineInfo
@@ -177,6 +179,43 @@ def require_named(core: EngineCore) -> None:
         core.check_ranks()  # As is asked for while there is nothing to do.
     core.runner.close()
     assert not psutil.pid_exists(other)
+
+
+def test_ranks_of_a_start_that_fails_leave_when_nothing_reads_their_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 fails in the heaviest step, beside another one that is in it; no process is left."""
+    order, groups = list[str](), list[Any]()
+    start, close = together.start_group, RankGroup.close
+
+    def kept_group(*given: Any, **named: Any) -> Any:
+        groups.append(start(*given, **named))
+        return groups[-1]
+
+    def failed(*_: Any) -> Any:
+        raise RuntimeError("made to fail in the heaviest step")
+
+    def finished(device: torch.device) -> None:
+        [other] = groups[0].pids
+        assert psutil.Process(other).status() != psutil.STATUS_ZOMBIE, "it holds what is read"
+        order.append("rank 0's GPU is waited for")
+
+    def told(name: str, act: Any) -> Any:
+        return lambda own: (order.append(name), act(own))
+
+    monkeypatch.setattr(together, "start_group", kept_group)
+    monkeypatch.setattr(together, "profile_gpu_rank", failed)
+    monkeypatch.setattr(together, "finish", finished)
+    monkeypatch.setattr(RankGroup, "close", told("ranks leave", close))
+    for name in ("give_up", "leave"):
+        monkeypatch.setattr(GpuRankLink, name, told(name, getattr(GpuRankLink, name)))
+    with pytest.raises(RuntimeError, match="made to fail"), started(tmp_path, staged=False, load_format="dummy"):
+        pass
+    before = order.index("rank 0's GPU is waited for")
+    assert order[:before] == ["give_up"]
+    assert "ranks leave" in order[before:]
+    assert order[-1] == "leave"
+    assert not any(psutil.pid_exists(pid) for pid in groups[0].pids)
 
 
 def test_a_rank_that_ended_before_ranks_were_joined_is_not_awaited() -> None:
