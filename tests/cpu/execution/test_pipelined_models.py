@@ -49,11 +49,7 @@ SPLITS = {"llama": ((1, 2), (2, 2), (1, 4)), "gemma3": ((1, 2), (2, 2)), "qwen3-
 
 @pytest.mark.parametrize(
     ("name", "size", "stages"),
-    [
-        pytest.param(name, *split, marks=pytest.mark.long if (name, split) == ("gemma3", (2, 2)) else ())
-        for name in FAMILIES
-        for split in SPLITS.get(name, ((1, 2),))
-    ],
+    [(name, *split) for name in FAMILIES for split in SPLITS.get(name, ((1, 2),))],
 )
 def test_stages_say_what_the_model_says(name: str, size: int, stages: int, oracles: Callable[..., Any]) -> None:
     architecture, settings = FAMILIES[name]
