@@ -193,3 +193,12 @@ def test_gpus_that_differ_are_not_taken_for_machines() -> None:
     own = found.commands["holdfast"]
     assert own.nodes == ()
     assert any("more than the 8 that map one another's memory" in one for one in own.lacks)
+
+
+def test_gpus_of_nodes_stay_on_their_nodes() -> None:
+    """Of a larger and a smaller one each: stages take turns as ranks do, and each node sees its own two."""
+    found = plan("llama-3.1-70b", gpu="l40s,l4", pipeline_parallel_size=4, nnodes=2, quantization="awq")
+    assert [rank.device.name for rank in found.fit.ranks] == ["l40s", "l4"] * 2
+    first, second, third, fourth = (len(one) for one in found.fit.stage_layers)
+    assert min(first, third) > 1.5 * max(second, fourth)
+    assert not any("CUDA_VISIBLE_DEVICES" in text for text in found.commands["holdfast"].nodes)

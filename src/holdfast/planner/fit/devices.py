@@ -26,8 +26,10 @@ from holdfast.units import counted, format_bytes
 
 def largest_first(question: Question, tensor_parallel: int, lowest: Limits) -> Question:
     """With the devices in the order in which so many ranks take them. One rank has the device that holds most: what it
-    keeps beside the weights is not the same on every GPU."""
+    keeps beside the weights is not the same on every GPU. Those of several nodes stay where they are."""
     machine, utilization = question.machine, question.utilization
+    if question.settings.nodes > 1:
+        return question
     ranks = tensor_parallel * question.settings.pipeline_parallel
     if not _differ(machine.devices) or tensor_parallel == len(machine.devices):
         return question

@@ -34,13 +34,13 @@ def settle_pool(
     unused = max(0, plan.budget_bytes - sum(terms.values()))
     # Books of blocks are in RAM, and no part of a GPU's budget.
     book = BOOK_BYTES if engine.gpu is None else 0
-    held_bytes = max(0, pool - max(0, over - unused))
+    held_bytes = pool - max(0, over - unused)
     if within_blocks is not None:
         within_budget, held_bytes = min(engine.most_blocks, within_blocks), within_blocks * page
     elif over < 0:
         within_budget = engine.blocks + min(engine.most_blocks - engine.blocks, (unused - over) // (page + book))
     else:
-        within_budget = min(engine.blocks, held_bytes // page)
+        within_budget = min(engine.blocks, max(0, held_bytes) // page)
     blocks = min(within_budget, max(0, available_bytes - plan.reserve_bytes) // page)
     if blocks == engine.blocks:
         return plan
