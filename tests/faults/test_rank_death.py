@@ -40,7 +40,7 @@ async def test_streams_outlive_a_rank(start_server, tiny_arguments, tmp_path: Pa
 @pytest.mark.parametrize(
     ("flags", "count", "struck"),
     [
-        # Quick are a rank of -tp that dies under streams, above, and a stage that dies, in test_pipeline.
+        # Quick are a rank of -tp that dies under streams, above, and in test_pipeline each of four that dies or stops.
         pytest.param(("-pp", "2"), 2, (1,), marks=pytest.mark.long),
         pytest.param(("-tp", "2", "-pp", "2"), 4, (0, 1, 2, 3), marks=pytest.mark.long),
         pytest.param(("-tp", "2", "-ep"), 2, (1, 0), marks=pytest.mark.long),

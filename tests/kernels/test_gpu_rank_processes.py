@@ -28,13 +28,18 @@ from holdfast.config.unsupported import RANK_GPUS
 from holdfast.engine.core.loop import EngineCore
 from holdfast.engine.process.fault_injection import RANK_NO_MEMORY
 from holdfast.engine.ranks.following import AskedPlaces
+from holdfast.engine.ranks.gpu import together
 from holdfast.engine.ranks.gpu.follower import NO_MEMORY, GpuFollower
 from holdfast.engine.ranks.gpu.runner import RankedGpuRunner
+from holdfast.engine.ranks.gpu.together import _settled
+from holdfast.engine.ranks.group import RankGroup
+from holdfast.engine.ranks.messages import Measured
 from holdfast.engine.startup.build import _build_on_gpu, find_model
 from holdfast.engine.startup.engine_info import EngineInfo
 from holdfast.errors import EngineDiedError, EngineError
 from holdfast.execution.parallel.gpu.link import GpuRankLink
 from holdfast.hardware.nvidia import NvidiaGpu
+from holdfast.models import from_config
 from holdfast.planner.serve.gpu_plan import make_gpu_plan
 from holdfast.records import SamplingParams
 
@@ -176,6 +181,43 @@ def require_named(core: EngineCore) -> None:
     assert not psutil.pid_exists(other)
 
 
+def test_ranks_of_a_start_that_fails_leave_when_nothing_reads_their_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 fails in the heaviest step, beside another one that is in it; no process is left."""
+    order, groups = list[str](), list[Any]()
+    start, close = together.start_group, RankGroup.close
+
+    def kept_group(*given: Any, **named: Any) -> Any:
+        groups.append(start(*given, **named))
+        return groups[-1]
+
+    def failed(*_: Any) -> Any:
+        raise RuntimeError("made to fail in the heaviest step")
+
+    def finished(device: torch.device) -> None:
+        [other] = groups[0].pids
+        assert psutil.Process(other).status() != psutil.STATUS_ZOMBIE, "it holds what is read"
+        order.append("rank 0's GPU is waited for")
+
+    def told(name: str, act: Any) -> Any:
+        return lambda own: (order.append(name), act(own))
+
+    monkeypatch.setattr(together, "start_group", kept_group)
+    monkeypatch.setattr(together, "profile_gpu_rank", failed)
+    monkeypatch.setattr(together, "finish", finished)
+    monkeypatch.setattr(RankGroup, "close", told("ranks leave", close))
+    for name in ("give_up", "leave"):
+        monkeypatch.setattr(GpuRankLink, name, told(name, getattr(GpuRankLink, name)))
+    with pytest.raises(RuntimeError, match="made to fail"), started(tmp_path, staged=False, load_format="dummy"):
+        pass
+    before = order.index("rank 0's GPU is waited for")
+    assert order[:before] == ["give_up"]
+    assert "ranks leave" in order[before:]
+    assert order[-1] == "leave"
+    assert not any(psutil.pid_exists(pid) for pid in groups[0].pids)
+
+
 def test_a_rank_that_ended_before_ranks_were_joined_is_not_awaited() -> None:
     told = list[str]()
     collectives: Any = SimpleNamespace(give_up=lambda: told.append("give up"))
@@ -208,6 +250,39 @@ def test_ranks_leave_when_nothing_reads_their_memory_any_more(failed: bool, monk
     group.spread = SimpleNamespace(nodes=1)
     RankedGpuRunner(runner, group, link).close()
     assert order == ["give_up", "cuda:1 is waited for", "close", "close", "leave"]
+
+
+def test_stages_on_gpus_that_differ_have_the_pool_that_each_gpu_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what each rank measured, held against its own part: the first has most of the weights."""
+    spec = from_config({
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 32000, "hidden_size": 4096,
+        "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    })  # fmt: skip
+    gpus = [
+        NvidiaGpu(index=at, uuid=f"GPU-{at}", name="fake", total_bytes=gib << 30, free_bytes=gib << 30,
+                  capability=(8, 9)) for at, gib in enumerate((24, 12))
+    ]  # fmt: skip
+    monkeypatch.setenv(RANK_GPUS, "0,1")
+    plan = make_gpu_plan(spec, None, EngineConfig(device="cuda", pipeline_parallel_size=2), gpus, name="uneven")
+    assert plan.engine.rank_weights[0] > 2 * plan.engine.rank_weights[1]
+
+    def settled(rank: int, more_bytes: int) -> int:
+        """Blocks, where this rank took so much more than planned."""
+        measured = []
+        for at, share in enumerate(plan.stage_ranks):
+            terms = {term.name: term.nbytes for term in share.terms}
+            terms["activations"] += more_bytes if at == rank else 0
+            held = sum(terms.values())
+            free = gpus[at].total_bytes - held
+            measured.append(Measured(terms, 0, 0, 0, free_bytes=free, own_bytes=held, kv_bytes=0))
+        return _settled(plan, measured).engine.blocks
+
+    assert settled(0, 0) == plan.engine.blocks
+    for rank, share in enumerate(plan.stage_ranks):
+        page = plan.engine.layout_of(rank).page_bytes
+        assert settled(rank, share.left_bytes - share.pool_bytes) == plan.engine.blocks, "the budget has it"
+        assert settled(rank, share.left_bytes - share.pool_bytes + 50 * page) == plan.engine.blocks - 50
 
 
 def follower_with(runner: Any) -> Any:

@@ -7,7 +7,7 @@ import contextlib
 import os
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy
@@ -42,8 +42,8 @@ DEADLINE_S = 60.0
 
 
 class ThreadRanks:
-    """`size`: ranks of each of so many `stages`. `open_checkpoint`: of the whole model, for each rank anew. `runner`:
-    as the engine loop has it."""
+    """`size`: ranks of each of so many `stages`, which are cut at `ends`, or (empty) evenly. `open_checkpoint`: of the
+    whole model, for each rank anew. `runner`: as the engine loop has it."""
 
     def __init__(
         self,
@@ -54,6 +54,7 @@ class ThreadRanks:
         *,
         size: int = 1,
         stages: int = 1,
+        ends: Sequence[int] = (),
         placement: Placement | None = None,
         lora: LoraLimits | None = None,
         **loading: Any,
@@ -62,7 +63,7 @@ class ThreadRanks:
         stored = match(spec, open_checkpoint())
         how = {name: loading.get(name) for name in ("expand", "compiled", "quantize")}
         nbytes = bytes_by_name(spec, stored, dtype="float32", **how)
-        self.stages = divide_stages(spec, nbytes, stages)
+        self.stages = divide_stages(spec, nbytes, stages, ends)
         self.shards = divide(spec, stored, size, placement, loading.get("quantize")) if size > 1 else ()
         groups, places = form_groups(
             [layer.window for layer in spec.layers], [(stage.first, stage.last) for stage in self.stages]

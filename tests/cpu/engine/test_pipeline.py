@@ -154,27 +154,31 @@ def strike_at(llm: LLM, step: int, pid: int, what: signal.Signals) -> None:
     runner.submit = counted
 
 
-@pytest.mark.parametrize("rank", [1, pytest.param(3, marks=pytest.mark.long)])
-def test_a_rank_of_a_stage_that_is_killed_is_named(tiny_model, rank: int) -> None:
-    with make(tiny_model, 1 if rank == 1 else 2, pipeline_parallel_size=2) as llm:
+STREAMS = [f"Story number {place % 8}: " + "once upon a time " * (1 + place % 5) for place in range(32)]
+
+
+@pytest.mark.parametrize(("size", "rank"), [(1, 1), (2, 1), (2, 2), (2, 3)])
+def test_a_rank_of_a_stage_that_is_killed_is_named(tiny_model, size: int, rank: int) -> None:
+    """Whichever, in the middle of 32 answers. That streams of a server go on is in test_rank_death."""
+    with make(tiny_model, size, pipeline_parallel_size=2, max_num_seqs=len(STREAMS)) as llm:
         pids = list(llm._core.runner.pids)
         strike_at(llm, 5, pids[rank - 1], signal.SIGKILL)
         began_s = time.monotonic()
         with pytest.raises(EngineDiedError, match=rf"rank {rank} \(pid {pids[rank - 1]}\) has ended: signal SIGKILL"):
-            llm.generate(PROMPTS, LONG, use_tqdm=False)
+            llm.generate(STREAMS, LONG, use_tqdm=False)
         assert time.monotonic() - began_s < PATIENCE_S / 2
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
 
 
-@pytest.mark.long  # A stopped rank of -tp is in test_rank_faults.
-@pytest.mark.parametrize("rank", [2, 1])
+@pytest.mark.parametrize("rank", [2, 1, 3])
 def test_a_rank_of_a_stage_that_is_stopped_is_named(tiny_model, rank: int) -> None:
-    """Of the last stage, and beside the first rank in its own."""
-    with make(tiny_model, 2, pipeline_parallel_size=2, engine_hang_timeout=5) as llm:
+    """Of the last stage, and beside the first rank in its own, in the middle of 32 answers."""
+    settings = {"pipeline_parallel_size": 2, "engine_hang_timeout": 5, "max_num_seqs": len(STREAMS)}
+    with make(tiny_model, 2, **settings) as llm:
         pids = list(llm._core.runner.pids)
         strike_at(llm, 5, pids[rank - 1], signal.SIGSTOP)
         with pytest.raises(EngineHungError, match=rf"^rank {rank} \(pid {pids[rank - 1]}\) has not come"):
-            llm.generate(PROMPTS, LONG, use_tqdm=False)
+            llm.generate(STREAMS, LONG, use_tqdm=False)
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
 
 

@@ -94,6 +94,37 @@ def test_ranks_answer_with_adapters_as_one_does(
         ranks.close()
 
 
+@pytest.mark.parametrize(
+    ("architecture", "settings", "splits"),
+    [
+        ("Gemma3", {"head_dim": 24, "sliding_window": 9, "num_hidden_layers": 4,
+                    "layer_types": ["sliding_attention", "full_attention"] * 2}, ((2, 1), (2, 2))),
+        ("Llama", {"num_hidden_layers": 2}, ((4, 1),)),
+    ],
+)  # fmt: skip
+def test_adapters_of_windows_and_of_four_ranks(
+    architecture: str,
+    settings: dict[str, Any],
+    splits: tuple[tuple[int, int], ...],
+    oracles: Callable[..., Any],
+    tmp_path: Path,
+) -> None:
+    """Norms behind attention and MLP, whose sums are added up apart; and KV heads that two ranks have each."""
+    oracle, loading = oracles(architecture, **settings), {"expand": False, "compiled": True}
+    refs = refs_of(oracle.spec, oracle.folder, tmp_path, LAYER_MODULES)
+    weights = load_weights(oracle.spec, oracle.checkpoint(), dtype=torch.float32, device=torch.device("cpu"), **loading)
+    layout = layout_of(oracle.spec)
+    one = Runner(oracle.spec, weights, layout, LIMITS, torch.device("cpu"), compiled=True, lora=LORA)
+    one.back_kv(BLOCKS)
+    expected = answers_of(one, layout, refs)
+    for size, stages in splits:
+        ranks = ThreadRanks(
+            oracle.spec, oracle.checkpoint, LIMITS, BLOCKS, size=size, stages=stages, lora=LORA, **loading
+        )
+        assert answers_of(ranks.runner, ranks.layout, refs, stages) == expected, (size, stages)
+        ranks.close()
+
+
 def test_adapters_of_attention_are_divided_beside_whole_experts(oracles: Callable[..., Any], tmp_path: Path) -> None:
     experts = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 32}
     oracle = oracles("Qwen3Moe", **experts)

@@ -48,8 +48,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("Qwen3Moe", {**EXPERTS, "head_dim": 24, "norm_topk_prob": True, "mlp_only_layers": [0]}),
     "qwen2-moe": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 40, "decoder_sparse_step": 2}),
 }
-SIZES = {"nine-heads": (2, 3, 4, 5), "qwen2": (2, 4), "gemma3": (2, 4), "olmo2": (2, 4), "qwen3-moe": (2, 4)}
-DEAR = {("nine-heads", 3), ("nine-heads", 4), ("nine-heads", 5), ("gemma3", 4), ("olmo2", 2), ("qwen3-moe", 4)}
+SIZES = {
+    "llama-bias": (2, 4),
+    "nine-heads": (2, 3, 4, 5),
+    "qwen2": (2, 4),
+    "gemma3": (2, 4),
+    "olmo2": (2, 4),
+    "qwen3-moe": (2, 4),
+}
+DEAR = {("nine-heads", 3), ("nine-heads", 4), ("nine-heads", 5), ("olmo2", 2)}
 """Whose division others of the same family show too."""
 
 
@@ -99,6 +106,25 @@ def test_blocks_of_gguf_are_divided(expand: bool, compiled: bool, tmp_path: Path
     header = read_header(tmp_path / "tiny.gguf")
     spec = from_gguf(header.metadata, header.tensors)
     assert_same_of_ranks(spec, lambda: Checkpoint(header.tensors, "gguf"), size=2, expand=expand, compiled=compiled)
+
+
+def test_blocks_of_gguf_are_divided_among_four(tmp_path: Path) -> None:
+    """Two KV heads on two of them each."""
+    write_tiny_gguf(tmp_path / "tiny.gguf", hidden=128, inner=160)
+    header = read_header(tmp_path / "tiny.gguf")
+    spec = from_gguf(header.metadata, header.tensors)
+    assert_same_of_ranks(spec, lambda: Checkpoint(header.tensors, "gguf"), size=4, expand=False, compiled=True)
+
+
+def test_codes_are_divided_among_four(oracles: Callable[..., Any], tmp_path: Path) -> None:
+    oracle = oracles("Llama", hidden_size=128, head_dim=32, intermediate_size=192, num_hidden_layers=2)
+    write_quantized(oracle.folder, tmp_path, FORMATS["awq"])
+    spec = from_config(json.loads((tmp_path / "config.json").read_text()))
+
+    def opened() -> Checkpoint:
+        return Checkpoint(safetensors.read_headers(sorted(tmp_path.glob("*.safetensors"))), "safetensors")
+
+    assert_same_of_ranks(spec, opened, size=4, expand=False, compiled=True)
 
 
 DIVIDED = (

@@ -6,12 +6,13 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import quantized_files as written
-from greedy_runs import assert_model_s_answers, make_core, tight_blocks
+from greedy_runs import assert_model_s_answers, few_answers, make_core, tight_blocks
 from quantized_files import Format, write_quantized
 from thread_ranks import ThreadRanks, assert_same_of_ranks
 from tiny_gguf import write_tiny_gguf
@@ -48,11 +49,7 @@ SPLITS = {"llama": ((1, 2), (2, 2), (1, 4)), "gemma3": ((1, 2), (2, 2)), "qwen3-
 
 @pytest.mark.parametrize(
     ("name", "size", "stages"),
-    [
-        pytest.param(name, *split, marks=pytest.mark.long if (name, split) == ("gemma3", (2, 2)) else ())
-        for name in FAMILIES
-        for split in SPLITS.get(name, ((1, 2),))
-    ],
+    [(name, *split) for name in FAMILIES for split in SPLITS.get(name, ((1, 2),))],
 )
 def test_stages_say_what_the_model_says(name: str, size: int, stages: int, oracles: Callable[..., Any]) -> None:
     architecture, settings = FAMILIES[name]
@@ -74,6 +71,26 @@ def test_stages_say_what_the_model_says(name: str, size: int, stages: int, oracl
     assert most_under_way == stages - 1, "a step in every stage"
     assert [stage.first for stage in ranks.stages[1:]] == [stage.last for stage in ranks.stages[:-1]]
     ranks.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "ends"),
+    [("llama", 1, (0, 4, 5)), ("gemma3", 1, (0, 1, 6)), ("gemma3", 1, (0, 1, 5, 6)), ("qwen3-moe", 2, (0, 3, 4))],
+)
+def test_stages_may_be_as_uneven_as_their_gpus(
+    name: str, size: int, ends: tuple[int, ...], oracles: Callable[..., Any]
+) -> None:
+    """Pages of each stage are of its own layers; those of a stage may have none of a kind."""
+    architecture, settings = FAMILIES[name]
+    oracle, stages = oracles(architecture, **settings), len(ends) - 1
+    blocks, limits = 60, RunnerLimits(max_num_seqs=2, max_num_batched_tokens=24, max_model_len=64)
+    alone = ThreadRanks(oracle.spec, oracle.checkpoint, limits, blocks)
+    ranks = ThreadRanks(oracle.spec, oracle.checkpoint, limits, blocks, size=size, stages=stages, ends=ends)
+    assert [stage.layers for stage in ranks.stages] == [last - first for first, last in pairwise(ends)]
+    one = make_core(alone.runner, alone.layout, blocks)
+    assert few_answers(make_core(ranks.runner, ranks.layout, blocks, stages=stages)) == few_answers(one)
+    for several in (ranks, alone):
+        several.close()
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -24,7 +24,14 @@ from holdfast.planner.fit.search import Plan, Question, fit
 from holdfast.planner.inputs.question import Device, Machine, PlannedModel, Settings, Traffic
 from holdfast.planner.models.quantize import quantized_as
 from holdfast.planner.sizing.kv_cost import kv_cost
-from holdfast.planner.sizing.sharded_weights import check_parallel, parallel_sizes, rank_bytes, total_bytes, weights_of
+from holdfast.planner.sizing.sharded_weights import (
+    check_parallel,
+    parallel_sizes,
+    rank_bytes,
+    stage_layers,
+    total_bytes,
+    weights_of,
+)
 
 GIB, MIB = 1 << 30, 1 << 20
 Ask = Callable[..., Question]
@@ -364,7 +371,8 @@ def test_ranks_hold_the_whole_model_together(model: PlannedModel, data: st.DataO
     weights = weights_of(model, dtype="bfloat16")
     whole = total_bytes(weights)
     held = [
-        rank_bytes(weights, model.spec, tensor_parallel=size, stage=stage, stages=stages) for stage in range(stages)
+        rank_bytes(weights, model.spec, tensor_parallel=size, layers=layers)
+        for layers in stage_layers(len(model.spec.layers), stages)
     ]
     assert size * sum(held) >= whole
     assert max(held) <= whole

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from holdfast import plan
 from holdfast.config import EngineConfig
 from holdfast.config.nodes import WRONG_NODES
 from holdfast.config.unsupported import NOT_WITH_RANKS, RANK_GPUS
@@ -23,6 +24,7 @@ from holdfast.hardware.nvidia import NvidiaGpu, NvidiaMachine
 from holdfast.hardware.torch_build import TorchBuild
 from holdfast.models import from_config
 from holdfast.models.stages import rank_spec
+from holdfast.planner.report.text import lines
 from holdfast.planner.serve.gpu_plan import make_gpu_plan
 from holdfast.planner.serve.host_memory import with_host_memory
 from holdfast.planner.serve.shares.gpu_ranks import gpus_of_nodes
@@ -71,8 +73,9 @@ def test_the_gpu_with_the_least_decides_on_whichever_node_it_is() -> None:
     assert less.engine.blocks < alike.engine.blocks
     [device] = [one.reason for one in less.decisions if one.field == "device"]
     assert "rank 3 has GPU 1 of node 1, 12.00 GiB of 24.00 GiB free; rank 3 has the least" in device
-    with pytest.raises(DoesNotFitError, match=r"does not fit on .* \(GPU 1 of node 1\)"):
-        planned([*OWN, card(1), card(1, 1, free_gib=3)], of_ranks=True)
+    assert less.engine.stages[0].layers > less.engine.stages[1].layers, "the other stage takes what it can"
+    with pytest.raises(DoesNotFitError, match=r"does not fit on .* \(GPU 1 of node 1, stage 1\)"):
+        planned([*OWN, card(1), card(1, 1, free_gib=1)], of_ranks=True)
 
 
 def test_two_nodes_may_have_the_same_gpu_and_divide_it() -> None:
@@ -152,3 +155,50 @@ def test_lines_between_nodes_are_in_ram_and_not_on_the_gpu() -> None:
 def test_a_middle_node_takes_streams_and_hands_them_on() -> None:
     assert node_lines_bytes(1000, 10, 2, 3) == 4 * line_memory_bytes(1000)
     assert node_lines_bytes(1000, 10, 2, 1) == 0
+
+
+# More GPUs than ranks of one machine can be
+
+
+@pytest.mark.parametrize(
+    ("gpu", "sizes", "nodes", "again"),
+    [
+        ("h100-80x32", (8, 4), 4, "--gpu h100-80x8 --nnodes 4"),
+        ("h100-80x32", (4, 8), 4, "--gpu h100-80x8 --nnodes 4"),
+        ("h100-80x32", (8, 2), 2, "--gpu h100-80x8 --nnodes 2"),
+        ("h100-80x12", (1, 12), 2, "--gpu h100-80x6 --nnodes 2"),
+    ],
+)
+def test_a_plan_of_more_gpus_than_a_machine_s_is_one_of_machines(
+    gpu: str, sizes: tuple[int, int], nodes: int, again: str
+) -> None:
+    """Holdfast's command is that of the plan that its note names; other engines have theirs of one machine."""
+    split = {"tensor_parallel_size": sizes[0], "pipeline_parallel_size": sizes[1], "quantization": "fp8"}
+    found = plan("llama-3.1-70b", gpu=gpu, **split)
+    own = found.commands["holdfast"]
+    assert not own.lacks
+    assert any(f"{again} and these sizes plan them so" in note for note in own.notes)
+    _, of_one, _, count = again.split()
+    assert own.nodes == plan("llama-3.1-70b", gpu=of_one, nnodes=int(count), **split).commands["holdfast"].nodes
+    assert len(own.nodes) == nodes
+    assert "CUDA_VISIBLE_DEVICES" not in own.text
+    assert found.commands["vllm"].nodes == ()
+    printed = "\n".join(lines(found, width=160))
+    assert f"# Holdfast on {nodes} nodes" in printed
+    assert "Holdfast, no command" not in printed
+
+
+def test_gpus_that_differ_are_not_taken_for_machines() -> None:
+    found = plan("llama-3.1-8b", gpu="h100-80x8,h200x8", pipeline_parallel_size=16)
+    own = found.commands["holdfast"]
+    assert own.nodes == ()
+    assert any("more than the 8 that map one another's memory" in one for one in own.lacks)
+
+
+def test_gpus_of_nodes_stay_on_their_nodes() -> None:
+    """Of a larger and a smaller one each: stages take turns as ranks do, and each node sees its own two."""
+    found = plan("llama-3.1-70b", gpu="l40s,l4", pipeline_parallel_size=4, nnodes=2, quantization="awq")
+    assert [rank.device.name for rank in found.fit.ranks] == ["l40s", "l4"] * 2
+    first, second, third, fourth = (len(one) for one in found.fit.stage_layers)
+    assert min(first, third) > 1.5 * max(second, fourth)
+    assert not any("CUDA_VISIBLE_DEVICES" in text for text in found.commands["holdfast"].nodes)

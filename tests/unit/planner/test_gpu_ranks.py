@@ -26,6 +26,7 @@ from holdfast.models import from_config
 from holdfast.models.stages import rank_spec
 from holdfast.planner.serve.gpu_plan import make_gpu_plan
 from holdfast.planner.serve.host_memory import with_host_memory
+from holdfast.planner.serve.settle import settle_pool, stage_blocks
 from holdfast.planner.serve.shares.gpu_ranks import gpus_of_ranks, tightest
 from holdfast.planner.sizing.engine_weights import EngineWeights
 from holdfast.planner.sizing.rank_shares import gpu_rank_shares
@@ -123,6 +124,115 @@ def test_stages_are_divided_by_bytes_each_with_its_own_pages() -> None:
     assert plan.terms["exchange"] >= 2 * max(engine.stream_bytes, engine.answer_bytes)
     assert sum(plan.terms.values()) <= plan.budget_bytes
     assert any("layers 16 to 31" in one.line() for one in plan.decisions if one.field == "pipeline_parallel_size")
+
+
+# GPUs that differ
+
+
+def small(index: int, **others: Any) -> NvidiaGpu:
+    return card(index, free_gib=12, total_gib=12, name="NVIDIA L4", **others)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_stage_has_as_many_layers_as_its_gpu_has_room_for(first: bool) -> None:
+    """Each with the terms of its own rank, and as many blocks; what is shown is rank 0's."""
+    gpus = [card(0), small(1)] if first else [small(0), card(1)]
+    plan = planned(gpus, 1, pipeline_parallel_size=2)
+    engine, ranks = plan.engine, plan.stage_ranks
+    assert [stage.layers for stage in engine.stages] == ([23, 9] if first else [9, 23])
+    assert [rank.budget_bytes for rank in ranks] == [int(gpu.total_bytes * 0.9) for gpu in gpus]
+    assert plan.budget_bytes == ranks[0].budget_bytes
+    assert plan.device.total_bytes == gpus[0].total_bytes
+    assert [rank_term(rank, "weights") for rank in ranks] == list(engine.rank_weights)
+    assert plan.terms["weights"] == engine.rank_weights[0]
+    pages = [engine.layout_of(rank).page_bytes for rank in range(2)]
+    assert engine.layout.page_bytes == pages[0]
+    for rank, page in zip(ranks, pages, strict=True):
+        assert rank.pool_bytes == engine.blocks * page <= rank.left_bytes
+    said = {one.field: one.reason for one in plan.decisions}
+    assert "stages by bytes and by the room of their GPUs" in said["pipeline_parallel_size"]
+    assert "which holds the fewest blocks" in said["kv_pool"]
+
+    def held(layers: int) -> int:
+        """Blocks, of such a cut."""
+        shares = gpu_rank_shares(Same(EngineWeights(SPEC, None)), 1, 2, dtype="bfloat16", ends=(0, layers, 32))
+        sizes = {"block_tokens": 16, "kv_dtype": "bfloat16"}
+        each = [shares.gpu_kv_layout(stage, **sizes).page_bytes for stage in range(2)]
+        weights = [shares.most_weights(stage, dtype="bfloat16") for stage in range(2)]
+        left = [rank.left_bytes + rank_term(rank, "weights") - own for rank, own in zip(ranks, weights, strict=True)]
+        return min(room // page for room, page in zip(left, each, strict=True))
+
+    assert engine.blocks == max(map(held, range(1, 32))) == held(engine.stages[0].layers)
+
+
+def rank_term(rank: Any, name: str) -> int:
+    return next(term.nbytes for term in rank.terms if term.name == name)
+
+
+def test_a_model_that_does_not_fit_evenly_fits_gpus_that_differ() -> None:
+    tight = card(1, free_gib=6, total_gib=6)
+    assert planned([card(0), tight], 1, pipeline_parallel_size=2).fits
+    with pytest.raises(DoesNotFitError):
+        planned([tight, replace(tight, uuid="GPU-0", index=0)], 1, pipeline_parallel_size=2)
+    with pytest.raises(DoesNotFitError, match=r"does not fit on NVIDIA GeForce RTX 4090 \(GPU \d, stage \d\)"):
+        planned([card(0, 10, 10), card(1, 8, 8)], 1, pipeline_parallel_size=2)
+
+
+def test_equal_gpus_have_the_stages_that_they_had() -> None:
+    plan = planned([card(0), card(1)], 1, pipeline_parallel_size=2)
+    assert (plan.stage_ranks, plan.stage_ends) == ((), ())
+    assert [stage.layers for stage in plan.engine.stages] == [16, 16]
+    set_alike = planned([card(0), small(1)], 1, pipeline_parallel_size=2, vram=10 * GIB)
+    assert set_alike.stage_ranks == ()
+    assert set_alike.budget_bytes == 10 * GIB
+
+
+def test_the_ranks_of_a_stage_have_the_room_of_their_smallest_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(RANK_GPUS)
+    gpus = [card(0), card(1), card(2), small(3)]
+    plan = planned(gpus, 2, pipeline_parallel_size=2, enable_lora=True, max_lora_rank=32)
+    assert [rank.device.limited_by for rank in plan.stage_ranks] == ["GPU 0", "GPU 3"]
+    engine = plan.engine
+    assert engine.stages[0].layers > engine.stages[1].layers
+    for stage, rank in enumerate(plan.stage_ranks):
+        assert rank_term(rank, "weights") == max(engine.rank_weights[2 * stage : 2 * stage + 2])
+        parts = [rank_spec(SPEC, *engine.part_of(one)) for one in (2 * stage, 2 * stage + 1)]
+        each = [gpu_bytes(one, plan.limits, dtype="bfloat16", places=1, max_rank=32) for one in parts]
+        assert rank_term(rank, "adapters") == max(each)
+
+
+def test_windows_in_uneven_stages_have_pages_of_their_own() -> None:
+    windows = ["sliding_attention"] * 5 + ["full_attention"]
+    spec = from_config(LLAMA | {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "head_dim": 128,
+                                "sliding_window": 512, "layer_types": (windows * 6)[:32],
+                                "query_pre_attn_scalar": 128})  # fmt: skip
+    config = EngineConfig(device="cuda", pipeline_parallel_size=2)
+    plan = make_gpu_plan(spec, None, config, [card(0), small(1)], name="gemma")
+    assert plan.engine.stages[0].layers > 16
+    for rank, share in enumerate(plan.stage_ranks):
+        assert share.pool_bytes == plan.engine.blocks * plan.engine.layout_of(rank).page_bytes <= share.left_bytes
+
+
+def test_the_pool_is_settled_by_the_stage_that_has_least_left() -> None:
+    """After loading: what a rank took more than planned is its own GPU's, not the pool's of rank 0."""
+    plan = planned([card(0), small(1)], 1, pipeline_parallel_size=2)
+    pages = [plan.engine.layout_of(rank).page_bytes for rank in range(2)]
+
+    def settled(more: tuple[int, int], free: int = 1 << 40) -> Any:
+        taken = [{"activations": rank_term(rank, "activations") + one}
+                 for rank, one in zip(plan.stage_ranks, more, strict=True)]  # fmt: skip
+        within = [stage_blocks(plan, stage, one, pages[stage]) for stage, one in enumerate(taken)]
+        return settle_pool(plan, free, within_blocks=min(within))
+
+    assert settled((0, 0)).engine.blocks == plan.engine.blocks
+    spare = [rank.left_bytes - rank.pool_bytes for rank in plan.stage_ranks]
+    for stage in range(2):
+        more = [0, 0]
+        more[stage] = spare[stage] + 100 * pages[stage]
+        assert settled((more[0], more[1])).engine.blocks == plan.engine.blocks - 100
+    grown = settled((-GIB, -GIB))
+    assert plan.engine.blocks < grown.engine.blocks <= plan.engine.most_blocks
+    assert settled((0, 0), free=1000 * pages[0]).engine.blocks == 1000
 
 
 def test_ranks_of_stages_have_a_part_of_their_layers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
+from examples import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from holdfast import plan
 from holdfast.config import EngineConfig
@@ -14,9 +18,10 @@ from holdfast.footprint.cpu import bytes_by_name
 from holdfast.kvcache.groups import KVLayout, form_groups
 from holdfast.models import ModelSpec, from_config
 from holdfast.models.stages import LayerStage, stage_spec
+from holdfast.planner.fit.count import _share
 from holdfast.planner.report.text import lines
 from holdfast.planner.serve.ranks import NOT_WITH_RANKS, refuse_with_ranks
-from holdfast.planner.sizing.stages import PP_NOT_POSSIBLE, cut_evenly, divide_stages
+from holdfast.planner.sizing.stages import PP_NOT_POSSIBLE, SHARES, cut_evenly, cut_for_rooms, divide_stages
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 1000, "hidden_size": 64,
@@ -126,3 +131,87 @@ def test_a_plan_of_the_405b_has_a_row_for_each_of_32_ranks() -> None:
 
 def test_a_plan_of_stages_in_too_little_does_not_fit() -> None:
     assert not plan("llama-3.1-8b", device="cpu", ram="12GiB", tensor_parallel_size=2, pipeline_parallel_size=2).fits
+
+
+# Rooms that differ
+
+
+def filled_share(held: Any, rooms: list[int], ends: tuple[int, ...], kv: int) -> int:
+    """Of the fullest room, as finely as shares are told apart; more than all where one holds its part of it not."""
+    stages = enumerate(pairwise(ends))
+    return max(-(-held(stage, *part, kv) * SHARES // max(1, rooms[stage])) for stage, part in stages)
+
+
+@settings(max_examples=examples(150), deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 40), min_size=2, max_size=8),
+    per_kv=st.lists(st.integers(0, 5), min_size=8, max_size=8),
+    rooms=st.lists(st.integers(1, 250), min_size=2, max_size=4),
+    ends=st.tuples(st.integers(0, 30), st.integers(0, 30)),
+)
+def test_a_cut_for_rooms_is_the_best_of_all(
+    sizes: list[int], per_kv: list[int], rooms: list[int], ends: tuple[int, int]
+) -> None:
+    """Most KV, then the emptiest room; or where none fits, the least that is short."""
+    count, most = len(sizes), 300
+    rooms = rooms[:count]
+
+    def held(stage: int, first: int, last: int, kv: int) -> int:
+        beside = (ends[0] if stage == 0 else 0) + (ends[1] if stage == len(rooms) - 1 else 0)
+        return sum(sizes[first:last]) + beside + kv * sum(per_kv[first:last])
+
+    found = tuple(cut_for_rooms(held, rooms, count, most))
+    every = [(0, *cuts, count) for cuts in combinations(range(1, count), len(rooms) - 1)]
+
+    def short(cut: tuple[int, ...], kv: int) -> int:
+        return max(held(stage, *part, kv) - rooms[stage] for stage, part in enumerate(pairwise(cut)))
+
+    def most_kv(cut: tuple[int, ...]) -> int:
+        return next((kv for kv in range(most, -1, -1) if short(cut, kv) <= 0), -1)
+
+    assert found in every
+    kv = max(map(most_kv, every))
+    if kv < 0:
+        assert short(found, 0) == min(short(cut, 0) for cut in every)
+        return
+    assert most_kv(found) == kv
+    assert filled_share(held, rooms, found, kv) == min(filled_share(held, rooms, cut, kv) for cut in every)
+
+
+def test_a_plan_gives_the_larger_gpu_more_layers() -> None:
+    """Cut evenly it does not fit the L4, while 20 GiB of the L40S are free; and no other cut holds a longer context."""
+    found = plan("llama-3.1-70b-awq", gpu="l40s,l4", pipeline_parallel_size=2)
+    assert found.fits
+    assert [len(one) for one in found.fit.stage_layers] == [56, 24]
+    assert [rank.stage for rank in found.fit.ranks] == [0, 1]
+    text = "\n".join(lines(found, width=200))
+    assert "layers 0 to 55 on GPU 0; layers 56 to 79 on GPU 1" in text
+    assert "VLLM_PP_LAYER_PARTITION=56,24 vllm serve" in text
+    assert "SGLANG_PP_LAYER_PARTITION=56,24 python -m sglang" in text
+    question = found.fit.question
+    limits = replace(found.fit.limits, max_model_len=question.model.spec.max_position)
+
+    def tokens(layers: int) -> int:
+        halves = range(layers), range(layers, 80)
+        shares = [_share(question, question.machine.devices[at], at, half, 1, limits) for at, half in enumerate(halves)]
+        rooms = [rank.budget_bytes - sum(term.nbytes for term in terms)
+                 for rank, (terms, _, _) in zip(found.fit.ranks, shares, strict=True)]  # fmt: skip
+        return min(kv.held_tokens(max(0, room), 4096) for room, (_, kv, _) in zip(rooms, shares, strict=True))
+
+    assert tokens(56) == max(map(tokens, range(40, 80))) == found.fit.kv_tokens
+
+
+def test_stages_of_equal_gpus_are_cut_as_ever() -> None:
+    found = plan("llama-3.1-70b-awq", gpu="l40sx2", pipeline_parallel_size=2)
+    assert found.fit.stage_ends == ()
+    assert [len(one) for one in found.fit.stage_layers] == [40, 40]
+    assert "LAYER_PARTITION" not in "\n".join(lines(found, width=200))
+
+
+def test_the_smallest_gpu_of_a_stage_decides_for_it() -> None:
+    """Two stages of two GPUs: those of the first share each layer, so the smaller one's room is the stage's."""
+    found = plan("llama-3.1-70b-awq", gpu="l40sx2,l4x2", tensor_parallel_size=2, pipeline_parallel_size=2)
+    assert found.fits
+    first, last = found.fit.stage_layers
+    assert len(first) > 1.5 * len(last)
+    assert all(rank.room_bytes >= found.fit.needed_bytes(rank) for rank in found.fit.ranks)

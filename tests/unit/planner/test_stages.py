@@ -43,7 +43,7 @@ def test_embedding_and_head_lie_at_the_ends(name: str, tied: bool) -> None:
     spec = describe_config(catalogue.find(name).config)
     assert spec.tied_embeddings is tied
     weights = weights_of(PlannedModel(name=name, spec=spec, origin="catalogue"), dtype="bfloat16")
-    held = [rank_bytes(weights, spec, tensor_parallel=1, stage=stage, stages=3) for stage in range(3)]
+    held = [rank_bytes(weights, spec, tensor_parallel=1, layers=one) for one in stage_layers(len(spec.layers), 3)]
 
     def of(*names: str) -> int:
         return sum(2 * tensor.elements for tensor in spec.tensors if tensor.name in names)

@@ -147,7 +147,8 @@ def test_what_torch_adds_is_of_each_stage_its_own() -> None:
     """Layers in two stages, the embedding in the first and the head in the last; of FP8 its own, of NF4 none."""
     model = model_of(next(case for case in CASES["weights"] if case["id"] == "qwen2.5-32b-bf16-tp2"))
     whole = rounding_bytes(model, dtype="bfloat16", tensor_parallel=2)
-    stages = [rounding_bytes(model, dtype="bfloat16", tensor_parallel=2, stage=at, stages=2) for at in (0, 1)]
+    halves = stage_layers(len(model.spec.layers), 2)
+    stages = [rounding_bytes(model, dtype="bfloat16", tensor_parallel=2, layers=half) for half in halves]
     assert stages == [whole // 2, whole // 2]
     assert 0 < rounding_bytes(quantized_as(model, "fp8"), dtype="bfloat16", tensor_parallel=2) < whole
     assert rounding_bytes(quantized_as(model, "nf4"), dtype="bfloat16", tensor_parallel=2) == 0

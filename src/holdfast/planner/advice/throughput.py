@@ -25,7 +25,7 @@ from holdfast.planner.fit.count import streamed_on_gpu
 from holdfast.planner.fit.network import GB, network_s
 from holdfast.planner.fit.search import Plan
 from holdfast.planner.sizing.kv_cost import KVCost
-from holdfast.planner.sizing.sharded_weights import DTYPE_BYTES, Weight, rank_bytes, stage_layers, weights_of
+from holdfast.planner.sizing.sharded_weights import DTYPE_BYTES, Weight, rank_bytes, weights_of
 
 NVME_GB_S = 3.0
 """Assumed of a disk that was not measured: large reads of an ordinary NVMe drive on PCIe 3 or 4; good ones do twice."""
@@ -278,7 +278,7 @@ def _stages(key: Same[Plan]) -> list[Stage] | None:
         return None
     spec, ranks = fit.question.model.spec, fit.tensor_parallel
     weights = weights_of(fit.question.model, dtype=fit.weights_as)
-    layers = stage_layers(len(spec.layers), fit.pipeline_parallel)
+    layers = fit.stage_layers
     stages, streamed = [], streamed_on_gpu(fit.question) if fit.own is None else fit.own.streamed
     for index in range(fit.pipeline_parallel):
         of_stage = [rank for rank in fit.ranks if rank.stage == index]
@@ -376,7 +376,7 @@ def stage_reads(fit: Plan, weights: list[Weight], stage: int = 0) -> Reads:
             dense.append(weight)
 
     def share(of: list[Weight]) -> int:
-        return rank_bytes(of, spec, tensor_parallel=fit.tensor_parallel, stage=stage, stages=fit.pipeline_parallel)
+        return rank_bytes(of, spec, tensor_parallel=fit.tensor_parallel, layers=fit.stage_layers[stage])
 
     return Reads(share(dense), tuple((share(of), met) for met, of in sorted(experts.items())))
 

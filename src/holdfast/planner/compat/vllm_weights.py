@@ -22,7 +22,7 @@ from holdfast.hardware.gpus import Gpu
 from holdfast.models import ModelSpec, TensorSpec
 from holdfast.planner.compat.vllm_release import Vllm
 from holdfast.planner.inputs.question import PlannedModel
-from holdfast.planner.sizing.sharded_weights import DTYPE_BYTES, Weight, rank_bytes, stage_layers, weights_of
+from holdfast.planner.sizing.sharded_weights import DTYPE_BYTES, Weight, rank_bytes, weights_of
 from holdfast.units import MIB
 
 MULTIMODAL_TIMES = 4
@@ -68,14 +68,14 @@ def expert_kernel(gpu: Gpu | None, vllm: Vllm | None = None, *, adapters: bool =
 
 
 def beside_weights(
-    model: PlannedModel, kernel: ExpertKernel, *, dtype: str, tensor_parallel: int, stage: int = 0, stages: int = 1
+    model: PlannedModel, kernel: ExpertKernel, *, dtype: str, tensor_parallel: int, layers: range | None = None
 ) -> ExtraBytes:
-    return _beside(Same(model), kernel, dtype, tensor_parallel, stage, stages)
+    return _beside(Same(model), kernel, dtype, tensor_parallel, layers)
 
 
 @lru_cache(maxsize=512)
 def _beside(
-    key: Same[PlannedModel], kernel: ExpertKernel, dtype: str, tensor_parallel: int, stage: int, stages: int
+    key: Same[PlannedModel], kernel: ExpertKernel, dtype: str, tensor_parallel: int, layers: range | None
 ) -> ExtraBytes:
     model = key.held
     rotary, quantization = (
@@ -89,28 +89,28 @@ def _beside(
         for weight in weights_of(model, dtype=dtype)
         if (more := _growth(model.spec, weight.tensor, kernel, tensor_parallel)) > 0
     ]
-    padding = rank_bytes(grown, model.spec, tensor_parallel=tensor_parallel, stage=stage, stages=stages) if grown else 0
+    padding = rank_bytes(grown, model.spec, tensor_parallel=tensor_parallel, layers=layers) if grown else 0
     return ExtraBytes(rotary, padding)
 
 
 def absorbed_bytes(
-    model: PlannedModel, vllm: Vllm, *, dtype: str, tensor_parallel: int, stage: int = 0, stages: int = 1
+    model: PlannedModel, vllm: Vllm, *, dtype: str, tensor_parallel: int, layers: range | None = None
 ) -> int:
     """Of releases that cache latents: kv_b_proj stays, and is kept once more in two halves of the compute dtype. The
     first of them multiplied these into the projections of queries and outputs as well."""
     into = vllm.has("absorbs-queries")
-    return _absorbed(Same(model), into, dtype, tensor_parallel, stage, stages)
+    return _absorbed(Same(model), into, dtype, tensor_parallel, layers)
 
 
 @lru_cache(maxsize=128)
-def _absorbed(key: Same[PlannedModel], into: bool, dtype: str, tensor_parallel: int, stage: int, stages: int) -> int:
+def _absorbed(key: Same[PlannedModel], into: bool, dtype: str, tensor_parallel: int, layers: range | None) -> int:
     spec = key.held.spec
     found = [
         Weight(tensor=tensor, nbytes=_absorbed_elements(spec, tensor, into) * DTYPE_BYTES[dtype])
         for tensor in spec.tensors
         if tensor.name.endswith(LATENT_PROJECTION) and tensor.part == "text"
     ]
-    return rank_bytes(found, spec, tensor_parallel=tensor_parallel, stage=stage, stages=stages) if found else 0
+    return rank_bytes(found, spec, tensor_parallel=tensor_parallel, layers=layers) if found else 0
 
 
 def _absorbed_elements(spec: ModelSpec, tensor: TensorSpec, into: bool) -> int:
@@ -123,19 +123,19 @@ def _absorbed_elements(spec: ModelSpec, tensor: TensorSpec, into: bool) -> int:
     return spec.heads * (queries * (latent.rank + latent.rope_dim) + latent.rank * spec.hidden_size)
 
 
-def left_out_bytes(model: PlannedModel, *, dtype: str, tensor_parallel: int, stage: int = 0, stages: int = 1) -> int:
+def left_out_bytes(model: PlannedModel, *, dtype: str, tensor_parallel: int, layers: range | None = None) -> int:
     """Stored, but given up when weights are put in Marlin's order: zero points of symmetric GPTQ are all one number,
     and without act-order its groups are where they are expected."""
     quantization = model.spec.quantization
     if quantization is None or quantization.method != "gptq" or not quantization.symmetric:
         return 0
     unused = ("qzeros",) if quantization.activation_order else ("qzeros", "g_idx")
-    return _of_parts(Same(model), unused, dtype, tensor_parallel, stage, stages)
+    return _of_parts(Same(model), unused, dtype, tensor_parallel, layers)
 
 
 @lru_cache(maxsize=64)
 def _of_parts(
-    key: Same[PlannedModel], parts: tuple[str, ...], dtype: str, tensor_parallel: int, stage: int, stages: int
+    key: Same[PlannedModel], parts: tuple[str, ...], dtype: str, tensor_parallel: int, layers: range | None
 ) -> int:
     spec = key.held.spec
     found = [
@@ -143,7 +143,7 @@ def _of_parts(
         for tensor in spec.tensors
         if not tensor.optional and tensor.part != "draft" and (nbytes := _stored_part(spec, tensor, parts, dtype))
     ]
-    return rank_bytes(found, spec, tensor_parallel=tensor_parallel, stage=stage, stages=stages) if found else 0
+    return rank_bytes(found, spec, tensor_parallel=tensor_parallel, layers=layers) if found else 0
 
 
 def _stored_part(spec: ModelSpec, tensor: TensorSpec, names: tuple[str, ...] | None, dtype: str) -> int:
@@ -157,21 +157,21 @@ def _stored_part(spec: ModelSpec, tensor: TensorSpec, names: tuple[str, ...] | N
     return prod(stacked) * sum(LAYOUTS[part.layout].bytes_for(part.shape) or 0 for part in wanted)
 
 
-def rounding_bytes(model: PlannedModel, *, dtype: str, tensor_parallel: int, stage: int = 0, stages: int = 1) -> int:
+def rounding_bytes(model: PlannedModel, *, dtype: str, tensor_parallel: int, layers: range | None = None) -> int:
     """Of plain weights, and of the codes of quantized ones whose kernels keep them in as many bytes."""
     quantization = model.spec.quantization
     if model.format == "gguf" or (quantization is not None and quantization.method not in ROUNDED_METHODS):
         return 0
-    return _rounding(Same(model), dtype, tensor_parallel, stage, stages)
+    return _rounding(Same(model), dtype, tensor_parallel, layers)
 
 
 @lru_cache(maxsize=128)
-def _rounding(key: Same[PlannedModel], dtype: str, tensor_parallel: int, stage: int, stages: int) -> int:
+def _rounding(key: Same[PlannedModel], dtype: str, tensor_parallel: int, layers: range | None) -> int:
     """Matrices that are multiplied as one are one tensor. Those of a shape are counted once."""
     spec, together = key.held.spec, dict[str, list[Weight]]()
-    layers = stage_layers(len(spec.layers), stages)[stage]
+    held = range(len(spec.layers)) if layers is None else layers
     for weight in weights_of(key.held, dtype=dtype):
-        if weight.tensor is not None and _is_held(weight.tensor, layers, stage, stages):
+        if weight.tensor is not None and _is_held(weight.tensor, held, len(spec.layers)):
             codes = _stored_part(spec, weight.tensor, None, dtype)
             kept = Weight(tensor=weight.tensor, nbytes=codes) if codes else weight
             together.setdefault(_joined(weight.tensor.name), []).append(kept)
@@ -186,13 +186,13 @@ def _added(nbytes: int) -> int:
     return -nbytes % ROUNDED_TO_BYTES if nbytes >= ROUNDED_FROM_BYTES else 0
 
 
-def _is_held(tensor: TensorSpec, layers: range, stage: int, stages: int) -> bool:
-    """Of the text model; vision towers are of small matrices."""
+def _is_held(tensor: TensorSpec, layers: range, count: int) -> bool:
+    """By the stage that has these of `count` layers. Of the text model; vision towers are of small matrices."""
     if tensor.part != "text":
         return False
     if tensor.layer is not None:
         return tensor.layer in layers
-    return stage == 0 if tensor.name == "embed" else tensor.name == "head" and stage == stages - 1
+    return layers.start == 0 if tensor.name == "embed" else tensor.name == "head" and layers.stop == count
 
 
 def _joined(name: str) -> str:

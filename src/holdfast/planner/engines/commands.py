@@ -30,12 +30,13 @@ from holdfast.planner.engines.command import (
     line,
     named_dtype,
     parallel,
+    partition,
     shown_gpus,
     total_is_known,
     written_size,
 )
 from holdfast.planner.engines.fp8_loading import loaded_whole
-from holdfast.planner.engines.nodes import on_nodes
+from holdfast.planner.engines.nodes import machines_meant, machines_said, on_nodes
 from holdfast.planner.engines.vllm_command import USUAL_BLOCK_TOKENS, vllm_command
 from holdfast.planner.fit.placement import length_to_set
 from holdfast.planner.fit.search import DEFAULT_UTILIZATION, Plan
@@ -83,8 +84,15 @@ def commands(fit: Plan, *, sequences: int, vllm: Vllm | None = None) -> dict[str
     )
     if fit.question.settings.offloads and fit.question.machine.kind == "gpu":
         found = (found[0], *(_without_streaming(one) for one in found[1:]))
-    shown, nodes = shown_gpus(fit), fit.question.settings.nodes
-    return {one.engine: on_nodes(replace(one, text=shown + one.text) if one.text else one, nodes) for one in found}
+    return {one.engine: _where(one, fit) for one in found}
+
+
+def _where(command: Command, fit: Plan) -> Command:
+    """On its GPUs, and its machines: of those that are only meant, each has the GPUs that it needs."""
+    asked = fit.question.settings.nodes
+    nodes = machines_meant(fit) if command.engine == "holdfast" else asked
+    shown = shown_gpus(fit) if nodes == asked else ""
+    return on_nodes(replace(command, text=shown + command.text) if command.text else command, nodes)
 
 
 def _without_streaming(command: Command) -> Command:
@@ -98,13 +106,15 @@ def _without_streaming(command: Command) -> Command:
 def holdfast_command(fit: Plan, sequences: int) -> Command:
     source = holdfast_source(fit.question.model)
     chosen = {"quantization": source.flags.get("--quantization"), **_holdfast_settings(fit, sequences)}
+    nodes = machines_meant(fit)
     settings = {name: value for name, value in chosen.items() if value is not None}
+    settings |= {"nnodes": nodes} if nodes > 1 else {}
     lacks = (*source.lacks, *_holdfast_problems(fit, settings))
     return Command(
         engine="holdfast",
         text=line("holdfast", source.name, settings),
         available=source.ready and not lacks,
-        notes=(*source.notes, *_shorter(fit, settings), *lacks),
+        notes=(*machines_said(fit, nodes), *source.notes, *_shorter(fit, settings), *lacks),
         lacks=lacks,
     )
 
@@ -234,7 +244,7 @@ def _sglang_command(fit: Plan, sequences: int) -> Command:
         **(lora | {"max_loras": asked.max_loras} if asked.max_loras else {}),
         "device": None if on_gpu else "cpu",
     }
-    text = line("sglang", source.name, settings)
+    text = partition("SGLANG_PP_LAYER_PARTITION", fit) + line("sglang", source.name, settings)
     if not on_gpu:
         notes = ("on a CPU SGLang needs its own build", *source.notes)
         return Command(engine="sglang", text=text, available=False, notes=notes)

@@ -28,10 +28,10 @@ def loaded_whole(found: Plan, engine: str) -> tuple[str | None, str | None]:
 
 def _whole_bytes(found: Plan) -> list[int]:
     """Of a rank, by stage."""
-    model, stages = found.question.model, found.pipeline_parallel
+    model = found.question.model
     plain = replace(model, spec=replace(model.spec, quantization=None), made_as=None)
     weights = weights_of(plain, dtype=found.dtype)
     return [
-        rank_bytes(weights, plain.spec, tensor_parallel=found.tensor_parallel, stage=stage, stages=stages)
-        for stage in range(stages)
+        rank_bytes(weights, plain.spec, tensor_parallel=found.tensor_parallel, layers=layers)
+        for layers in found.stage_layers
     ]

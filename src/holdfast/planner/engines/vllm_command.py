@@ -32,7 +32,7 @@ from holdfast.planner.compat.vllm_weights import (
     left_out_bytes,
     rounding_bytes,
 )
-from holdfast.planner.engines.command import ROUNDING, Command, line, named_dtype, parallel, total_is_known
+from holdfast.planner.engines.command import ROUNDING, Command, line, named_dtype, parallel, partition, total_is_known
 from holdfast.planner.engines.fp8_loading import loaded_whole
 from holdfast.planner.engines.vllm_features import (
     can_chunk,
@@ -47,7 +47,6 @@ from holdfast.planner.fit.count import stored_bytes
 from holdfast.planner.fit.search import Plan, Rank, fit
 from holdfast.planner.models.model_sources import ModelSource, torch_source
 from holdfast.planner.sizing.draft_cost import draft_ranks
-from holdfast.planner.sizing.sharded_weights import stage_layers
 from holdfast.planner.sizing.terms import adapters_bytes, gpu_terms
 from holdfast.units import GIB, format_bytes
 
@@ -83,7 +82,11 @@ class Sized:
 
 
 def tightest(found: Plan) -> Rank:
-    return min(found.ranks, key=lambda one: one.room_bytes)
+    if not found.stage_ends:
+        return min(found.ranks, key=lambda one: one.room_bytes)
+    # Of stages that are not even the one that holds the fewest tokens, which is what all of them have.
+    length = max(1, found.limits.max_model_len)
+    return min(found.ranks, key=lambda one: (one.kv.held_tokens(one.room_bytes, length), one.room_bytes))
 
 
 def vllm_command(found: Plan, sequences: int, vllm: Vllm) -> Command:
@@ -109,6 +112,7 @@ def vllm_command(found: Plan, sequences: int, vllm: Vllm) -> Command:
         text = f"VLLM_USE_V1=0 {text}"
     at_once = source.makes_fp8 and not vllm.has("fp8-made-by-matrix")
     note, too_large = loaded_whole(sized.fit, "vLLM before 0.16") if at_once else (None, None)
+    text = partition("VLLM_PP_LAYER_PARTITION", sized.fit) + text
     problems = _problems(sized, vllm, source, too_large)
     # A context of no tokens at all can be asked of nobody: only why is said.
     notes = _notes(sized, vllm, source, note) if sized.length else [_kv_said(sized, vllm)]
@@ -255,7 +259,7 @@ def vllm_terms(found: Plan, vllm: Vllm) -> ReleaseTerms:
         dtype=found.dtype,
         weights_bytes=0,
         tensor_parallel=ranks,
-        layers=stage_layers(len(spec.layers), stages)[rank.stage],
+        layers=found.stage_layers[rank.stage],
         last_stage=rank.stage == stages - 1,
         vendor="nvidia" if gpu is None else gpu.vendor,
         graphs=found.question.settings.graphs,
@@ -263,7 +267,7 @@ def vllm_terms(found: Plan, vllm: Vllm) -> ReleaseTerms:
     )
     sizes = {term.name: term.nbytes for term in step}
     return ReleaseTerms(
-        weights=stored_bytes(found.question, ranks, rank.stage)
+        weights=stored_bytes(found.question, ranks, found.stage_layers[rank.stage])
         + _own_bytes(found, rank, vllm)
         + _bytes_of(rank, "draft"),
         peak_activation=sum(sizes.get(name, 0) for name in ("activations", "encoder", "logits")),
@@ -280,16 +284,14 @@ def _own_bytes(found: Plan, rank: Rank, vllm: Vllm) -> int:
     """What it keeps beside the checkpoint's bytes, and adapters in slots of the rank that it takes."""
     model, settings = found.question.model, found.question.settings
     kernel = expert_kernel(rank.device.gpu, vllm, adapters=settings.max_loras > 0)
-    dtype, ranks, stages = found.dtype, found.tensor_parallel, found.pipeline_parallel
-    beside = beside_weights(model, kernel, dtype=dtype, tensor_parallel=ranks, stage=rank.stage, stages=stages)
-    at = rank.stage
-    kept = rounding_bytes(model, dtype=dtype, tensor_parallel=ranks, stage=at, stages=stages)
+    dtype, ranks, layers = found.dtype, found.tensor_parallel, found.stage_layers[rank.stage]
+    beside = beside_weights(model, kernel, dtype=dtype, tensor_parallel=ranks, layers=layers)
+    kept = rounding_bytes(model, dtype=dtype, tensor_parallel=ranks, layers=layers)
     if not expands_latents(model.spec, vllm):
-        kept += absorbed_bytes(model, vllm, dtype=dtype, tensor_parallel=ranks, stage=at, stages=stages)
+        kept += absorbed_bytes(model, vllm, dtype=dtype, tensor_parallel=ranks, layers=layers)
     gpu = rank.device.gpu
     if gpu is not None and (gpu.compute_capability or (0, 0)) >= MARLIN_CAPABILITY:
-        kept -= left_out_bytes(model, dtype=dtype, tensor_parallel=ranks, stage=at, stages=stages)
-    layers = stage_layers(len(model.spec.layers), stages)[rank.stage]
+        kept -= left_out_bytes(model, dtype=dtype, tensor_parallel=ranks, layers=layers)
     taken = lora_rank(settings.max_lora_rank, vllm) or settings.max_lora_rank
     return beside.total + kept + adapters_bytes(model.spec, dtype, layers, settings.max_loras, taken, ranks)
 
@@ -300,7 +302,7 @@ def _room_bytes(found: Plan, vllm: Vllm) -> int:
     left = [
         rank.room_bytes
         + _bytes_of(rank, *counted)
-        - stored_bytes(found.question, found.tensor_parallel, rank.stage)
+        - stored_bytes(found.question, found.tensor_parallel, found.stage_layers[rank.stage])
         - _own_bytes(found, rank, vllm)
         for rank in found.ranks
     ]

@@ -24,7 +24,6 @@ from holdfast.planner.compat.vllm_release import Vllm
 from holdfast.planner.fit.search import Plan, Rank
 from holdfast.planner.sizing.draft_cost import draft_token_bytes
 from holdfast.planner.sizing.kv_cost import KVCost, kv_cost, rank_bytes
-from holdfast.planner.sizing.sharded_weights import stage_layers
 
 LATENT_METHODS = (None, "fp8")
 """Quantizations whose latents stay compressed since the first release that has latents; others came later."""
@@ -62,7 +61,7 @@ def kept_kv(found: Plan, rank: Rank, vllm: Vllm) -> KeptKV:
     spec, settings = found.question.model.spec, found.question.settings
     stored = _stored(found, vllm)
     kept = _kept_layers(Same(spec), vllm, _method(spec), KV_ELEMENT_BYTES[found.dtype])
-    layers = stage_layers(len(spec.layers), found.pipeline_parallel)[rank.stage]
+    layers = found.stage_layers[rank.stage]
     whole = kv_cost(
         kept,
         element_bytes=KV_ELEMENT_BYTES[stored],

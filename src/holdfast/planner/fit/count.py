@@ -7,7 +7,8 @@ A model that this engine runs on a CPU is counted by cpu.py.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import pairwise, starmap
 from typing import Literal
 
 from holdfast.checkpoints.validation.stored_dtypes import PLAIN
@@ -33,15 +34,17 @@ from holdfast.models import ModelSpec
 from holdfast.models.stages import rank_spec
 from holdfast.planner.compat.vllm_overhead import links_bytes
 from holdfast.planner.compat.vllm_weights import beside_weights, expert_kernel
+from holdfast.planner.fit.engine_stages import EngineStages, engine_stages
 from holdfast.planner.fit.result import Plan, Rank, device_budget, needed_bytes
+from holdfast.planner.fit.stage_cuts import Share, planned_ends
 from holdfast.planner.inputs.expert_layers import expert_layers
 from holdfast.planner.inputs.question import Device, PlannedModel, Question
 from holdfast.planner.sizing import terms as byte_terms
 from holdfast.planner.sizing.draft_cost import draft_token_bytes, draft_weights
 from holdfast.planner.sizing.dtype import compute_dtype, kv_dtype
-from holdfast.planner.sizing.engine_weights import engine_weights
+from holdfast.planner.sizing.engine_weights import EngineWeights, engine_weights
 from holdfast.planner.sizing.kv_cost import KVCost, kv_cost, layout_cost
-from holdfast.planner.sizing.rank_shares import gpu_rank_shares
+from holdfast.planner.sizing.rank_shares import RankShares, gpu_rank_shares
 from holdfast.planner.sizing.sharded_weights import (
     AS_STORED,
     Weight,
@@ -62,14 +65,19 @@ def count_plan(question: Question, tensor_parallel: int, limits: Limits) -> Plan
     """`limits`: those that were asked for or chosen; a context that is not set is the longest that these leave."""
     spec, settings = question.model.spec, question.settings
     sequences, tokens = question.required
-    ranks = _ranks(question, tensor_parallel, limits)
+    apart = _engine_stages(question, limits) if question.machine.stage_devices else None
+    ranks, ends = _ranks(question, tensor_parallel, limits) if apart is None else (apart.ranks, apart.ends)
     if any(rank.loading_short_bytes for rank in ranks):
-        needed = (needed_bytes(rank, sequences, tokens, settings.max_model_len) for rank in ranks)
+        needed = (needed_bytes(rank.kv, sequences, tokens, settings.max_model_len) for rank in ranks)
         ranks = tuple(_not_loaded(rank, size) for rank, size in zip(ranks, needed, strict=True))
     # Of a hundred GPUs most are alike.
     unlike = {(id(rank.terms), rank.budget_bytes): rank for rank in ranks}.values()
     longest = min(rank.kv.longest(rank.kv_bytes, spec.max_position) for rank in unlike)
-    short = max(needed_bytes(rank, sequences, tokens, settings.max_model_len) - rank.room_bytes for rank in unlike)
+    lacking = [needed_bytes(one.kv, sequences, tokens, settings.max_model_len) - one.room_bytes for one in unlike]
+    short, stage_ranks = max(lacking), tuple[Rank, ...]()
+    if apart is not None:
+        stage_ranks = ranks if short > 0 else apart.with_equal_pools()
+        ranks = (ranks[lacking.index(short)] if short > 0 else stage_ranks[0],)
     dtype, kept = compute_dtype(question, len(ranks)), weights_as(question, len(ranks))
     return Plan(
         question=question,
@@ -89,6 +97,8 @@ def count_plan(question: Question, tensor_parallel: int, limits: Limits) -> Plan
         short_bytes=max(0, short),
         longest_tokens=longest,
         decisions=(),
+        stage_ranks=stage_ranks,
+        stage_ends=ends,
     )
 
 
@@ -98,11 +108,14 @@ def _not_loaded(rank: Rank, needed: int) -> Rank:
     return replace(rank, most_kv_bytes=needed - short, held_bytes=0) if short else rank
 
 
-def _ranks(question: Question, tensor_parallel: int, limits: Limits) -> tuple[Rank, ...]:
+def _ranks(question: Question, tensor_parallel: int, limits: Limits) -> tuple[tuple[Rank, ...], tuple[int, ...]]:
+    """Each with its own device, and where layers are cut; nowhere named: evenly."""
     devices, stages = question.machine.devices, question.settings.pipeline_parallel
-    utilization, ranks = question.utilization, []
-    for stage, layers in enumerate(stage_layers(len(question.model.spec.layers), stages)):
-        shares: dict[str | None, _Share] = {}
+    utilization, ranks, count = question.utilization, [], len(question.model.spec.layers)
+    ends = _ends(question, tensor_parallel, limits) if stages > 1 else ()
+    cut = tuple(starmap(range, pairwise(ends))) if ends else stage_layers(count, stages)
+    for stage, layers in enumerate(cut):
+        shares: dict[str | None, Share] = {}
         for device in devices[stage * tensor_parallel : (stage + 1) * tensor_parallel]:
             kind = None if device.gpu is None else device.gpu.key
             if kind not in shares:
@@ -110,20 +123,26 @@ def _ranks(question: Question, tensor_parallel: int, limits: Limits) -> tuple[Ra
             terms, kv, loading = shares[kind]
             budget = device_budget(device, utilization)
             ranks.append(Rank(device=device, stage=stage, budget_bytes=budget, terms=terms, kv=kv, loading=loading))
-    return tuple(ranks)
+    return tuple(ranks), ends
 
 
-_Share = tuple[tuple[Term, ...], KVCost, tuple[Term, ...]]
-"""What a rank of a stage holds on devices of one kind: its terms, what sequences cost, and the peak of loading."""
+def _ends(question: Question, tensor_parallel: int, limits: Limits) -> tuple[int, ...]:
+    layers = range(len(question.model.spec.layers))
+    weights = [stored_bytes(question, tensor_parallel, range(layer, layer + 1)) for layer in layers]
+
+    def share(device: Device, stage: int, of_stage: range) -> Share:
+        return _share(question, device, stage, of_stage, tensor_parallel, limits)
+
+    return tuple(planned_ends(question, tensor_parallel, share, weights))
 
 
 def _share(
     question: Question, device: Device, stage: int, layers: range, tensor_parallel: int, limits: Limits
-) -> _Share:
+) -> Share:
     model, settings, spec = question.model, question.settings, question.model.spec
     stages, every = settings.pipeline_parallel, tensor_parallel * settings.pipeline_parallel
     dtype, stored_kv = compute_dtype(question, every), kv_dtype(question, every)
-    held = stored_bytes(question, tensor_parallel, stage)
+    held = stored_bytes(question, tensor_parallel, layers)
     cost = kv_cost(
         spec,
         element_bytes=KV_ELEMENT_BYTES[stored_kv],
@@ -160,7 +179,7 @@ def _share(
         return _engine_share(question, device, limits, _own_bytes(question, every) or held)
     gpu, vllm = device.gpu, question.vllm  # Of a model that this engine does not run: what the engine keeps that would.
     kernel = expert_kernel(gpu, vllm, adapters=settings.max_loras > 0)
-    beside = beside_weights(model, kernel, dtype=dtype, tensor_parallel=tensor_parallel, stage=stage, stages=stages)
+    beside = beside_weights(model, kernel, dtype=dtype, tensor_parallel=tensor_parallel, layers=layers)
     found = byte_terms.gpu_terms(
         spec,
         limits,
@@ -182,9 +201,32 @@ def _share(
     return *_with_draft(drafting, found, cost, dtype, stored_kv, tensor_parallel), ()
 
 
-def _engine_share(question: Question, device: Device, limits: Limits, held: int) -> _Share:
-    """Of this engine on one GPU, or of the rank that holds most where several ranks have one each. `held`: of all
-    weights."""
+def _engine_stages(question: Question, limits: Limits) -> EngineStages:
+    weights, types = engine_weights(Same(question.model)), (compute_dtype(question, 1), kv_dtype(question, 1))
+    assert weights is not None, "a server plans what it has matched"
+
+    def share(device: Device, stage: int | None, ends: tuple[int, ...]) -> Share:
+        return _engine_share(question, device, limits, 0, stage, ends)
+
+    return engine_stages(question, weights, partial(_gpu_shares, question, weights, types[0]), share, types)
+
+
+def _gpu_shares(question: Question, weights: EngineWeights, dtype: str, ends: tuple[int, ...] = ()) -> RankShares:
+    settings = question.settings
+    placement = settings.expert_placement if settings.expert_parallel else None
+    return gpu_rank_shares(Same(weights), settings.ranks, settings.stages, placement, dtype=dtype, ends=ends)
+
+
+def _engine_share(
+    question: Question,
+    device: Device,
+    limits: Limits,
+    held: int,
+    stage: int | None = None,
+    ends: tuple[int, ...] = (),
+) -> Share:
+    """Of this engine on one GPU, or of the rank that holds most where several ranks have one each: of a stage, where
+    layers are cut at `ends`, or (None) of all. `held`: of all weights."""
     model, settings, spec = question.model, question.settings, question.model.spec
     dtype, streamed, places = compute_dtype(question, 1), streamed_on_gpu(question), experts_on_gpu(question)
     slots: tuple[Term, ...] = ()
@@ -201,15 +243,14 @@ def _engine_share(question: Question, device: Device, limits: Limits, held: int)
     ranked, adapted = tuple[Term, ...](), tuple[ModelSpec, ...]()
     layout = cpu.kv_layout(spec, block_tokens=settings.block_tokens, kv_dtype=kv_dtype(question, 1))
     if settings.ranks * settings.stages > 1 and weights is not None:
-        placement = settings.expert_placement if settings.expert_parallel else None
-        shares = gpu_rank_shares(Same(weights), settings.ranks, settings.stages, placement, dtype=dtype)
-        held = max(shares.rank_weights(dtype=dtype))
-        layout = shares.gpu_kv_layout(block_tokens=settings.block_tokens, kv_dtype=kv_dtype(question, 1))
+        shares = _gpu_shares(question, weights, dtype, ends)
+        held = shares.most_weights(stage, dtype=dtype)
+        layout = shares.gpu_kv_layout(stage, block_tokens=settings.block_tokens, kv_dtype=kv_dtype(question, 1))
         # The first place has most; of stages all layers, any of which may be the widest.
         spec = rank_spec(spec, None, shares.shards[0] if shares.shards else None)
         ranked = shares.gpu_terms(limits, dtype=dtype, nodes=settings.nodes)
-        adapted = tuple(one.spec for one in shares.weights)
-        largest = max(largest, shares.gpu_staging_bytes(dtype=dtype))
+        adapted = shares.specs(stage)
+        largest = max(largest, shares.gpu_staging_bytes(stage, dtype=dtype))
     found = byte_terms.engine_gpu_terms(
         spec,
         limits,
@@ -357,28 +398,26 @@ def _whole_bytes(key: Same[PlannedModel], dtype: str) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _held_bytes(key: Same[PlannedModel], dtype: str, tensor_parallel: int, stage: int, stages: int) -> int:
-    weights = _weights(key, dtype)
-    return rank_bytes(weights, key.held.spec, tensor_parallel=tensor_parallel, stage=stage, stages=stages)
+def _held_bytes(key: Same[PlannedModel], dtype: str, tensor_parallel: int, layers: range) -> int:
+    return rank_bytes(_weights(key, dtype), key.held.spec, tensor_parallel=tensor_parallel, layers=layers)
 
 
 @lru_cache(maxsize=64)
-def _expert_bytes(key: Same[PlannedModel], dtype: str, tensor_parallel: int, stage: int, stages: int) -> int:
+def _expert_bytes(key: Same[PlannedModel], dtype: str, tensor_parallel: int, layers: range) -> int:
     """Of the experts, which ranks of all replicas divide among them."""
     of_experts = (weight for weight in _weights(key, dtype) if weight.tensor is not None and weight.tensor.experts)
     stacks = tuple(weight for weight in of_experts if weight.tensor is not None and len(weight.tensor.shape) > 1)
-    return rank_bytes(stacks, key.held.spec, tensor_parallel=tensor_parallel, stage=stage, stages=stages)
+    return rank_bytes(stacks, key.held.spec, tensor_parallel=tensor_parallel, layers=layers)
 
 
-def stored_bytes(question: Question, tensor_parallel: int, stage: int) -> int:
-    """Of the weights of a rank as they are stored, which is as most engines hold them."""
-    stages = question.settings.pipeline_parallel
-    kept = weights_as(question, tensor_parallel * stages)
-    held = _held_bytes(Same(question.model), kept, tensor_parallel, stage, stages)
+def stored_bytes(question: Question, tensor_parallel: int, layers: range) -> int:
+    """Of the weights of a rank with these layers as they are stored, which is as most engines hold them."""
+    kept = weights_as(question, tensor_parallel * question.settings.pipeline_parallel)
+    held = _held_bytes(Same(question.model), kept, tensor_parallel, layers)
     replicas = question.settings.data_parallel if question.settings.expert_parallel else 1
     if replicas == 1:
         return held
-    experts = _expert_bytes(Same(question.model), kept, tensor_parallel, stage, stages)
+    experts = _expert_bytes(Same(question.model), kept, tensor_parallel, layers)
     return held - experts + -(-experts // replicas)
 
 

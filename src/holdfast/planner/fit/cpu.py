@@ -340,7 +340,7 @@ def _counted(question: Question, limits: Limits, lowered: bool) -> Plan:
         # Loading may lack more than the pool does.
         short = max(1, count.short_bytes(least, blocks))
         held = max(0, count.pool(longest).blocks - 1) * page if longest else 0
-        lacking = needed_bytes(rank, sequences, tokens, settings.max_model_len) - short
+        lacking = needed_bytes(rank.kv, sequences, tokens, settings.max_model_len) - short
         rank = replace(rank, most_kv_bytes=lacking, held_bytes=held if traffic is None else None)
     return Plan(
         question=question,

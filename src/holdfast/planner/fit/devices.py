@@ -19,15 +19,17 @@ from holdfast.planner.fit.result import Plan, describe_devices, device_budget
 from holdfast.planner.inputs.question import Device, Question
 from holdfast.planner.sizing.dtype import chosen_dtype, chosen_kv_dtype, outgrows_half
 from holdfast.planner.sizing.engine_weights import engine_weights
-from holdfast.planner.sizing.sharded_weights import AS_STORED, stage_layers
+from holdfast.planner.sizing.sharded_weights import AS_STORED
 from holdfast.planner.sizing.terms import encoder_images
 from holdfast.units import counted, format_bytes
 
 
 def largest_first(question: Question, tensor_parallel: int, lowest: Limits) -> Question:
     """With the devices in the order in which so many ranks take them. One rank has the device that holds most: what it
-    keeps beside the weights is not the same on every GPU."""
+    keeps beside the weights is not the same on every GPU. Those of several nodes stay where they are."""
     machine, utilization = question.machine, question.utilization
+    if question.settings.nodes > 1:
+        return question
     ranks = tensor_parallel * question.settings.pipeline_parallel
     if not _differ(machine.devices) or tensor_parallel == len(machine.devices):
         return question
@@ -121,7 +123,7 @@ def set_stages(found: Plan) -> Iterator[Decision]:
     if found.pipeline_parallel == 1 or found.own is not None:  # Ranks of this engine on a CPU have rows of their own.
         return
     said = list[str]()
-    for index, layers in enumerate(stage_layers(len(found.question.model.spec.layers), found.pipeline_parallel)):
+    for index, layers in enumerate(found.stage_layers):
         used = [str(rank.device.index) for rank in found.ranks if rank.stage == index]
         which = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
         said.append(f"{which} on {'GPU' if len(used) == 1 else 'GPUs'} {', '.join(used)}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from holdfast.footprint.cpu import Limits
 from holdfast.footprint.expert_places import ExpertPlaces
@@ -21,6 +22,7 @@ from holdfast.models.stages import LayerStage
 from holdfast.observability.decisions import Decision
 from holdfast.planner.inputs.question import STREAMED_SEQUENCE_TOKENS, USEFUL_TOKENS, Device, Question
 from holdfast.planner.sizing.kv_cost import KVCost
+from holdfast.planner.sizing.sharded_weights import stage_layers
 from holdfast.planner.sizing.terms import Term
 from holdfast.units import format_bytes
 
@@ -195,6 +197,11 @@ class Plan:
     """The longest sequence that memory holds, within the model's own context; limits that are not set as low as can
     be."""
     decisions: tuple[Decision, ...]
+    stage_ranks: tuple[Rank, ...] = ()
+    """Of this engine's stages on GPUs that differ, of each the rank whose GPU has the least room; `ranks` is then the
+    first of them, or the one that lacks most. Empty: the rank of `ranks` stands for all."""
+    stage_ends: tuple[int, ...] = ()
+    """Where layers are cut into stages whose GPUs differ: 0, and the layer behind the last of each. Empty: evenly."""
     serve_settings: Mapping[str, object] = field(default_factory=dict)
     """What `holdfast serve` must be told beside what was asked for, so as to do this."""
     own: EngineChoices | None = None
@@ -206,9 +213,21 @@ class Plan:
         return self.own
 
     @property
+    def stage_layers(self) -> tuple[range, ...]:
+        """Layers of each stage."""
+        if not self.stage_ends:
+            return stage_layers(len(self.question.model.spec.layers), self.pipeline_parallel)
+        return tuple(range(first, last) for first, last in pairwise(self.stage_ends))
+
+    @property
     def device(self) -> Device:
         """Of the first rank: of this engine the only one, as are its budget, terms and loading."""
         return self.ranks[0].device
+
+    def device_of(self, rank: int) -> Device:
+        """Of a rank of this engine, the GPU that its part is planned for."""
+        stage = rank // max(1, len(self.engine.shards))
+        return self.stage_ranks[stage].device if self.stage_ranks else self.device
 
     @property
     def budget_bytes(self) -> int:
@@ -257,7 +276,7 @@ class Plan:
     def needed_bytes(self, rank: Rank) -> int:
         """KV that must fit on this rank."""
         asked = self.question.settings.max_model_len
-        return needed_bytes(rank, self.required_sequences, self.required_tokens, asked)
+        return needed_bytes(rank.kv, self.required_sequences, self.required_tokens, asked)
 
     def lacks_for_loading(self, rank: Rank) -> bool:
         """Whether this rank lacks more while the model is loaded than it would for terms and KV afterwards."""
@@ -277,9 +296,9 @@ class Plan:
         return max(1, traffic.length if traffic is not None else min(self.limits.max_model_len, usual))
 
 
-def needed_bytes(rank: Rank, sequences: int, tokens: int, one_of: int | None) -> int:
+def needed_bytes(kv: KVCost, sequences: int, tokens: int, one_of: int | None) -> int:
     """KV of the sequences asked for, and of one that is as long as the context that was asked for."""
-    return max(rank.kv.needed_bytes(sequences, tokens), 0 if one_of is None else rank.kv.sequence_bytes(one_of))
+    return max(kv.needed_bytes(sequences, tokens), 0 if one_of is None else kv.sequence_bytes(one_of))
 
 
 def device_budget(device: Device, utilization: float) -> int:

@@ -6,7 +6,8 @@
 
 GPUs that differ are taken largest first; those that cannot hold one model together are planned apart
 (device_groups.py). Monotonic: more memory never turns a fit into a misfit, shortens the context or raises the missing
-bytes. Remedies are in advice/remedies.py, the report in report/answer.py.
+bytes; only where it makes the GPUs of stages equal, whose layers are then cut evenly. Remedies are in
+advice/remedies.py, the report in report/answer.py.
 """
 
 from __future__ import annotations

@@ -88,6 +88,9 @@ class Device:
 class Machine:
     devices: tuple[Device, ...]
     """Those that may hold one model together, once a plan is made."""
+    stage_devices: tuple[Device, ...] = ()
+    """Of a server's pipeline on GPUs that differ: of each stage the one with the least room. Empty: one stands for
+    all."""
     aside: tuple[Device, ...] = ()
     """GPUs of other kinds, which share no model with these."""
     ram_bytes: int | None = None

@@ -29,7 +29,7 @@ from holdfast.planner.fit.placement import may_stream
 from holdfast.planner.fit.result import EngineChoices, Plan, describe_budget
 from holdfast.planner.fit.search import fit
 from holdfast.planner.inputs.machine import measured_device
-from holdfast.planner.inputs.question import CPU_USEFUL_TOKENS, Machine, PlannedModel, Question, settings_of
+from holdfast.planner.inputs.question import CPU_USEFUL_TOKENS, Device, Machine, PlannedModel, Question, settings_of
 from holdfast.planner.models.requested import requested
 from holdfast.planner.serve import refusals
 from holdfast.planner.serve.cpu_plan import planned_model, without_tensors
@@ -43,6 +43,7 @@ from holdfast.planner.serve.shares.gpu_ranks import (
     gpus_of_nodes,
     of_node,
     rank_decision,
+    stage_devices,
     tightest,
 )
 from holdfast.planner.sizing.default_limits import check_step
@@ -162,6 +163,7 @@ def _gpu_plan(
         where = of_node(rank, len(gpus), config.nnodes)
     _check_layouts(model, chosen)
     device = replace(device, budget_bytes=config.vram, limited_by=f"GPU {chosen.index}{where}")
+    of_stages = _stage_devices(gpus, config)
     if config.vram is not None and config.vram > chosen.free_bytes:
         raise refusals.PlanRefusal(
             f"a budget of {format_bytes(config.vram)} was requested, but less is free on {chosen.name}{where}",
@@ -173,7 +175,7 @@ def _gpu_plan(
         )
     question = Question(
         model=model,
-        machine=Machine(devices=(device,)),
+        machine=Machine(devices=of_stages[:1] or (device,), stage_devices=of_stages),
         settings=settings_of(
             config,
             graphs=not config.enforce_eager,
@@ -201,6 +203,17 @@ def _gpu_plan(
     return found
 
 
+def _stage_devices(gpus: Sequence[NvidiaGpu], config: EngineConfig) -> tuple[Device, ...]:
+    """Of each stage the GPU with the least room; empty: one budget holds for all."""
+    if config.pipeline_parallel_size == 1 or config.vram is not None:
+        return ()
+    found = stage_devices(gpus, config.pipeline_parallel_size, config.gpu_memory_utilization)
+    return tuple(
+        replace(device, limited_by=f"GPU {gpus[rank].index}{of_node(rank, len(gpus), config.nnodes)}")
+        for rank, device in found
+    )
+
+
 def _check_layouts(model: PlannedModel, gpu: NvidiaGpu) -> None:
     """Before anything is loaded: that there are kernels for how the weights are quantized."""
     weights = engine_weights(Same(model))
@@ -221,8 +234,8 @@ def _with_pool(found: Plan, config: EngineConfig, chosen: NvidiaGpu, decision: D
     assert weights is not None, "a server plans what it has matched"
     layout = kv_layout(spec, block_tokens=config.block_size, kv_dtype=found.kv_dtype)
     if config.tensor_parallel_size * config.pipeline_parallel_size > 1:
-        shares = _shares(weights, config, found)
-        layout = shares.gpu_kv_layout(block_tokens=config.block_size, kv_dtype=found.kv_dtype)
+        shares, stage = _shares(weights, config, found), 0 if found.stage_ranks else None
+        layout = shares.gpu_kv_layout(stage, block_tokens=config.block_size, kv_dtype=found.kv_dtype)
     page, pool_bytes = layout.page_bytes, config.kv_cache_memory_bytes
     blocks = rank.pool_bytes // page
     if pool_bytes is not None and pool_bytes // page > blocks:
@@ -239,11 +252,15 @@ def _with_pool(found: Plan, config: EngineConfig, chosen: NvidiaGpu, decision: D
     blocks = min(blocks, useful)
     # What is set stays; what is left of the budget may turn out to be more.
     most = blocks if pool_bytes is not None else min(useful, rank.budget_bytes // page)
+    why = "what is left of the budget"
+    if found.stage_ranks and blocks < useful:
+        least = min(found.stage_ranks, key=lambda one: one.left_bytes - one.pool_bytes)
+        why = f"{why} of stage {least.stage}, on {least.device.limited_by}, which holds the fewest blocks"
     decisions = [
         Decision("budget", format_bytes(rank.budget_bytes), describe_budget(rank, found.utilization), "measured"),
         decision,
         *found.decisions,
-        Pool(blocks, "what is left of the budget", "planner").decision(page),
+        Pool(blocks, why, "planner").decision(page),
     ]
     decisions += _weights_decisions(weights, found, chosen)
     plan = replace(
@@ -273,7 +290,7 @@ def _ranks_decision(gpus: Sequence[NvidiaGpu], config: EngineConfig) -> Decision
 def _shares(weights: EngineWeights, config: EngineConfig, found: Plan) -> RankShares:
     sizes = config.tensor_parallel_size, config.pipeline_parallel_size
     placement = config.expert_placement_strategy if config.enable_expert_parallel else None
-    return gpu_rank_shares(Same(weights), *sizes, placement, dtype=found.dtype)
+    return gpu_rank_shares(Same(weights), *sizes, placement, dtype=found.dtype, ends=found.stage_ends)
 
 
 def _with_ranks(found: Plan, config: EngineConfig, gpus: Sequence[NvidiaGpu]) -> Plan:
@@ -350,6 +367,8 @@ def _refusal(found: Plan, nodes: int) -> refusals.PlanRefusal:
     kv = found.needed_bytes(rank)
     others = f"; others hold: {', '.join(rank.device.held_by)}" if rank.device.held_by else ""
     where = f" ({rank.device.limited_by})" if nodes > 1 else ""
+    if found.stage_ranks:
+        where = f" ({rank.device.limited_by}, stage {rank.stage})"
     return refusals.PlanRefusal(
         f"{found.question.model.name} does not fit on {rank.device.name}{where}",
         needed=f"{needed}, and {format_bytes(kv)} for the KV of {counted(found.required_tokens, 'token')}",

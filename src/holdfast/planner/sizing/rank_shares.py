@@ -27,7 +27,7 @@ from holdfast.models.stages import LayerStage, rank_spec
 from holdfast.observability.decisions import Decision
 from holdfast.planner.sizing.engine_weights import EngineWeights
 from holdfast.planner.sizing.shards import Placement, divide
-from holdfast.planner.sizing.stages import divide_stages
+from holdfast.planner.sizing.stages import divide_stages, end_bytes, layer_bytes
 from holdfast.planner.sizing.terms import Term
 from holdfast.units import MIB, counted, format_bytes
 
@@ -53,6 +53,8 @@ class RankShares:
     """Empty: every rank has a part of all layers."""
     placement: Placement | None = None
     """Of whole experts; None: ranks have a part of every one, or there are none."""
+    by_room: bool = False
+    """Stages are cut for GPUs that differ."""
 
     @property
     def count(self) -> int:
@@ -79,8 +81,11 @@ class RankShares:
             return []
         rows = "; ".join(_rows(self.spec, [(nbytes, *self._of(rank)) for rank, nbytes in enumerate(rank_weights)]))
         ranks = Decision("tensor_parallel_size", str(len(self.shards)), "in each stage" if self.stages else rows, "set")
-        stages = Decision("pipeline_parallel_size", str(len(self.stages)), f"stages by bytes: {rows}", "set")
+        stages = Decision("pipeline_parallel_size", str(len(self.stages)), f"{self._cut_words()}: {rows}", "set")
         return [*([ranks] if self.shards else ()), *([stages] if self.stages else ()), *self._dealt_out()]
+
+    def _cut_words(self) -> str:
+        return "stages by bytes and by the room of their GPUs, for the most KV" if self.by_room else "stages by bytes"
 
     def _dealt_out(self) -> Iterator[Decision]:
         if self.placement is not None:
@@ -93,12 +98,27 @@ class RankShares:
         """Bytes of each rank's, as they lie on a GPU."""
         return tuple(one.nbytes(dtype=dtype) for one in self.weights)
 
-    def gpu_kv_layout(self, *, block_tokens: int, kv_dtype: str) -> KVLayout:
-        """Of all layers, in pages of the rank that has most of each: on GPUs every rank has a pool of its own."""
+    def _weights_of(self, stage: int | None) -> tuple[EngineWeights, ...]:
+        """Of the ranks of a stage; None: of all."""
+        each = max(1, len(self.shards))
+        return self.weights if stage is None else self.weights[stage * each : (stage + 1) * each]
+
+    def most_weights(self, stage: int | None = None, *, dtype: str) -> int:
+        """Bytes of the rank that has most, of a stage or (None) of all."""
+        return max(one.nbytes(dtype=dtype) for one in self._weights_of(stage))
+
+    def specs(self, stage: int | None = None) -> tuple[ModelSpec, ...]:
+        """Of each rank, of a stage or (None) of all."""
+        return tuple(one.spec for one in self._weights_of(stage))
+
+    def gpu_kv_layout(self, stage: int | None = None, *, block_tokens: int, kv_dtype: str) -> KVLayout:
+        """Of all layers, in pages of the rank that has most of each, of a stage or (None) of all: on GPUs every rank
+        has a pool of its own."""
         heads = max((shard.kv_head_count for shard in self.shards), default=self.spec.kv_heads)
         ranges = [(stage.first, stage.last) for stage in self.stages]
         spec = replace(self.spec, kv_heads=heads)
         layout = cpu.kv_layout(spec, block_tokens=block_tokens, kv_dtype=kv_dtype, stages=ranges)
+        ranges = ranges if stage is None else ranges[stage : stage + 1]
         places = max((layout.of_layers(*one, heads).layers_per_page for one in ranges), default=layout.layers_per_page)
         return replace(layout, layers_per_page=places)
 
@@ -147,10 +167,20 @@ class RankShares:
             return (cpu.staging_bytes(alone.stored) + alone.quantizing_bytes,)
         return tuple(_staging_bytes(Same(one), dtype, expand, compiled) for one in self.weights)
 
-    def gpu_staging_bytes(self, *, dtype: str) -> int:
+    def gpu_staging_bytes(self, stage: int | None = None, *, dtype: str) -> int:
         """On the GPU of a rank, beside its weights in place while it loads: matrices of codes are whole there for a
-        moment, because formats have their own orders of codes and scales of whole rows."""
-        return max(_whole_bytes(Same(one), dtype) for one in self.weights)
+        moment, because formats have their own orders of codes and scales of whole rows. The most of a stage, or (None)
+        of all."""
+        return max(_whole_bytes(Same(one), dtype) for one in self._weights_of(stage))
+
+    def gpu_layers(self, whole: EngineWeights, *, dtype: str) -> tuple[list[int], int, int]:
+        """Bytes of each layer on the rank that has most of it, and of what the first stage and the last one have
+        beside."""
+        parts = [_share(whole, None, shard) for shard in self.shards or (None,)]
+        sizes = [(part.spec, part.by_name(dtype=dtype)) for part in parts]
+        layers = [max(of_one) for of_one in zip(*(layer_bytes(*one) for one in sizes), strict=True)]
+        before, behind = zip(*(end_bytes(*one) for one in sizes), strict=True)
+        return layers, max(before), max(behind)
 
     def slot_bytes(self, limits: Limits, *, dtype: str) -> int:
         """Of what one rank shows the others of its stage; 0: there are no other ranks."""
@@ -326,25 +356,33 @@ def rank_shares(
     dtype: str,
     expand: bool,
     compiled: bool,
+    ends: tuple[int, ...] = (),
 ) -> RankShares:
-    """Of `size` ranks in each of so many stages. How weights are held decides what a stage's layers take.
-    `placement`: of whole experts; None: ranks have a part of every one. Raises ConfigurationError for sizes that cannot
-    be."""
+    """Of `size` ranks in each of so many stages. How weights are held decides what a stage's layers take, unless the
+    stages are cut already (`ends`). `placement`: of whole experts; None: ranks have a part of every one. Raises
+    ConfigurationError for sizes that cannot be."""
     whole = weights.held
     shards = divide(whole.spec, whole.stored, size, placement, whole.quantize) if size > 1 else ()
     divided: tuple[LayerStage, ...] = ()
     if stages > 1:
         nbytes = whole.by_name(dtype=dtype, expand=expand, compiled=compiled)
-        divided = divide_stages(whole.spec, nbytes, stages)
+        divided = divide_stages(whole.spec, nbytes, stages, ends)
     ranks = tuple(_share(whole, stage, shard) for stage in divided or (None,) for shard in shards or (None,))
-    return RankShares(whole.spec, ranks, shards, divided, placement if any(one.experts for one in shards) else None)
+    placement = placement if any(one.experts for one in shards) else None
+    return RankShares(whole.spec, ranks, shards, divided, placement, by_room=bool(ends))
 
 
 def gpu_rank_shares(
-    weights: Same[EngineWeights], size: int, stages: int = 1, placement: Placement | None = None, *, dtype: str
+    weights: Same[EngineWeights],
+    size: int,
+    stages: int = 1,
+    placement: Placement | None = None,
+    *,
+    dtype: str,
+    ends: tuple[int, ...] = (),
 ) -> RankShares:
     """Of ranks on GPUs, which keep weights as they are stored."""
-    return rank_shares(weights, size, stages, placement, dtype=dtype, expand=False, compiled=False)
+    return rank_shares(weights, size, stages, placement, dtype=dtype, expand=False, compiled=False, ends=ends)
 
 
 def _share(whole: EngineWeights, stage: LayerStage | None, shard: Shard | None) -> EngineWeights:

@@ -291,15 +291,15 @@ def stage_layers(layers: int, stages: int) -> tuple[range, ...]:
     return tuple(found)
 
 
-def rank_bytes(
-    weights: Sequence[Weight], spec: ModelSpec, *, tensor_parallel: int, stage: int = 0, stages: int = 1
-) -> int:
-    """Of one rank of a stage."""
-    held, last = _held(Same(weights), Same(spec), tensor_parallel), stage == stages - 1
-    places: list[int | str] = [*stage_layers(len(spec.layers), stages)[stage]]
-    if stage == 0:
+def rank_bytes(weights: Sequence[Weight], spec: ModelSpec, *, tensor_parallel: int, layers: range | None = None) -> int:
+    """Of one rank of the stage that has these layers; None: all."""
+    held, all_layers = _held(Same(weights), Same(spec), tensor_parallel), range(len(spec.layers))
+    layers = all_layers if layers is None else layers
+    first, last = layers.start == 0, layers.stop == all_layers.stop
+    places: list[int | str] = [*layers]
+    if first:
         places.append("first")
-    if stage == 0 or (spec.tied_embeddings and last):
+    if first or (spec.tied_embeddings and last):
         places.append("embedding")
     if last:
         places.append("last")

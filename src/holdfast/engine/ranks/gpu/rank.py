@@ -57,7 +57,7 @@ class OpenedGpu:
         self._spread = Spread(plan.engine.rank_count, max(1, len(plan.engine.stages)), config.nnodes)
         self._node = self._spread.ranks_of(self._spread.node_of(rank))
         uuid, sharing = self._uuids[rank], self._uuids.count(self._uuids[rank])
-        not_ours, free_bytes = held_before(uuid), plan.device.free_bytes * sharing
+        not_ours, free_bytes = held_before(uuid), plan.device_of(rank).free_bytes * sharing
         if sharing == 1:  # Ranks of one GPU may have begun to fill it.
             free_bytes = next((gpu.free_bytes for gpu in probe().gpus if gpu.uuid == uuid), free_bytes)
         self.device = open_device(uuid)

@@ -22,6 +22,7 @@ from holdfast.engine.ranks.together import find_scales_of_all, hung_s, start_gro
 from holdfast.engine.startup.build_gpu import report_of, taken_terms
 from holdfast.errors import UnsupportedOptionError
 from holdfast.execution.gpu.memory.accounting import GpuMemory
+from holdfast.execution.gpu.memory.oom import finish
 from holdfast.execution.parallel.gpu.link import GpuRankLink
 from holdfast.execution.parallel.gpu.together import exchange_decisions
 from holdfast.footprint.gpu import node_lines_bytes
@@ -29,6 +30,7 @@ from holdfast.hardware import memory
 from holdfast.models import ModelSpec
 from holdfast.models.stages import rank_spec
 from holdfast.planner import Plan, settle_pool
+from holdfast.planner.serve.settle import stage_blocks
 from holdfast.planner.sizing.rank_shares import whole_experts
 from holdfast.records import LowerTier, MemoryReport, MemoryTerm, RankMemory, VramBudget, VramGrant
 
@@ -89,8 +91,10 @@ def build_gpu_ranks(
     group = start_group(config, plan, cores=plan.engine.rank_count, timeout_s=START_LIMIT_S, beat=beat, hub=hub)
     link = group.link
     assert isinstance(link, GpuRankLink)
+    opened: OpenedGpu | None = None
     try:
-        first = _load_all(config, files, spec, plan, progress, group, beat)
+        opened = OpenedGpu(config, plan, 0)
+        first = _load_all(config, files, spec, plan, progress, group, opened, beat)
         progress("profile_run", 0, 0)
         scales = find_scales_of_all(config, files, first.runner, group)
         group.order(messages.ProfileStep())
@@ -112,6 +116,8 @@ def build_gpu_ranks(
         report = _with_ranks(report, spec, plan, group, measured)
     except BaseException:
         link.give_up()
+        if opened is not None:
+            finish(opened.device)  # What was launched no longer waits, but reads memory of ranks that leave now.
         group.close()
         link.leave()
         raise
@@ -126,10 +132,10 @@ def _load_all(
     plan: Plan,
     progress: Progress,
     group: RankGroup,
+    opened: OpenedGpu,
     beat: Callable[[], None] | None,
 ) -> GpuRank:
     assert isinstance(group.link, GpuRankLink)
-    opened = OpenedGpu(config, plan, 0)
     there = group.answers(messages.RankOpened)
     against = next((one for one in (opened.against, *(rank.against for rank in there)) if one), "")
     handles = [] if against else [opened.handle, *(rank.handle for rank in there)]
@@ -165,6 +171,10 @@ def _settled(plan: Plan, measured: list[Measured]) -> Plan:
         coming = max(0, sum(sum(taken[rank].values()) for rank in ranks) - held)
         free = min(measured[rank].free_bytes for rank in ranks) + backed - coming
         room.append(free * engine.layout.page_bytes // sum(pages[rank] for rank in ranks))
+    if plan.stage_ranks:
+        each = max(1, len(engine.shards))
+        within = [stage_blocks(plan, rank // each, one, pages[rank]) for rank, one in enumerate(taken)]
+        return settle_pool(plan, min(room), within_blocks=min(within))
     most = max(taken, key=lambda one: sum(one.values()))
     return settle_pool(plan, min(room), most)
 

@@ -132,15 +132,34 @@ def require_same(gpus: Sequence[NvidiaGpu]) -> None:
 
 def tightest(gpus: Sequence[NvidiaGpu], utilization: float) -> tuple[int, Device]:
     """The rank whose GPU has the least for it, and that GPU as its device. Ranks of one GPU have equal parts of it."""
+    return _tightest(_parts(gpus), range(len(gpus)), utilization)
+
+
+def stage_devices(gpus: Sequence[NvidiaGpu], stages: int, utilization: float) -> list[tuple[int, Device]]:
+    """The same of each stage, of ranks that follow one another; empty: all stages have as much, or there is one."""
+    parts, each = _parts(gpus), len(gpus) // stages
+    found = [_tightest(parts, range(first, first + each), utilization) for first in range(0, len(gpus), each)]
+    alike = len({_budget(parts[rank], utilization) for rank, _ in found}) == 1
+    return [] if alike else found
+
+
+def _parts(gpus: Sequence[NvidiaGpu]) -> list[NvidiaGpu]:
     sharing = Counter(gpu.uuid for gpu in gpus)
 
     def part(gpu: NvidiaGpu) -> NvidiaGpu:
         many = sharing[gpu.uuid]
         return replace(gpu, free_bytes=gpu.free_bytes // many, total_bytes=gpu.total_bytes // many)
 
-    parts = [part(gpu) for gpu in gpus]
-    rank = min(range(len(gpus)), key=lambda one: min(parts[one].free_bytes, int(parts[one].total_bytes * utilization)))
+    return [part(gpu) for gpu in gpus]
+
+
+def _tightest(parts: Sequence[NvidiaGpu], ranks: Sequence[int], utilization: float) -> tuple[int, Device]:
+    rank = min(ranks, key=lambda one: _budget(parts[one], utilization))
     return rank, measured_device(0, parts[rank])
+
+
+def _budget(gpu: NvidiaGpu, utilization: float) -> int:
+    return min(gpu.free_bytes, int(gpu.total_bytes * utilization))
 
 
 def of_node(rank: int, ranks: int, nodes: int) -> str:
