@@ -1,6 +1,6 @@
 """How many streamed events a second one client process of `holdfast bench` reads, each with its own timestamp.
 
-    python benchmarks/bench_reader.py [--rate 40000] [--connections 256] [--seconds 5] [--rounds 3] [--out FILE.json]
+    python benchmarks/bench_reader.py [--rate 40000 ...] [--connections 256] [--seconds 5] [--rounds 3] [--out FILE.json]
 
 A byte replayer, in a process of its own, sends prepared events over that many connections, one send an event, as fast
 as it was asked for; no server is in it. What counts is the client's processor time an event, which a busy machine does
@@ -102,7 +102,7 @@ def measure(connections: int, rate: float, seconds: float) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", type=float, default=40_000.0)
+    parser.add_argument("--rate", type=float, nargs="+", default=[40_000.0])
     parser.add_argument("--connections", type=int, default=256)
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--rounds", type=int, default=3)
@@ -110,17 +110,17 @@ def main() -> None:
     parser.add_argument("--replay", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.replay:
-        replay(arguments.connections, arguments.rate, arguments.seconds)
+        replay(arguments.connections, arguments.rate[0], arguments.seconds)
         return
     found = {
         "date": today(), "commit": commit(), "machine": describe_machine(), "load_average": os.getloadavg()[0],
-        "connections": arguments.connections, "rate": arguments.rate,
+        "connections": arguments.connections,
     }  # fmt: skip
     print(json.dumps(found))
     rounds = []
-    for _ in range(arguments.rounds):
-        measured = measure(arguments.connections, arguments.rate, arguments.seconds)
-        rounds.append({name: round(value, 2) for name, value in measured.items()})
+    for rate in arguments.rounds * arguments.rate:
+        measured = measure(arguments.connections, rate, arguments.seconds)
+        rounds.append({"rate": rate, **{name: round(value, 2) for name, value in measured.items()}})
         print(json.dumps(rounds[-1]), flush=True)
         if arguments.out is not None:
             arguments.out.write_text(json.dumps({**found, "rounds": rounds}, indent=1) + "\n", encoding="utf-8")
