@@ -1,6 +1,6 @@
 """How many streamed events a second one client process of `holdfast bench` reads, each with its own timestamp.
 
-    python benchmarks/bench_reader.py [--rate 40000 ...] [--connections 256] [--seconds 5] [--rounds 3] [--out FILE.json]
+    python benchmarks/bench_reader.py [--rate 40000 ...] [--connections 256] [--seconds 5] [--rounds 3] [--out FILE]
 
 A byte replayer, in a process of its own, sends prepared events over that many connections, one send an event, as fast
 as it was asked for; no server is in it. What counts is the client's processor time an event, which a busy machine does
