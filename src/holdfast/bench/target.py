@@ -5,7 +5,6 @@ Asks a few short requests before a run. Starts nothing.
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +20,7 @@ from holdfast.errors import ConfigurationError, EngineError
 from holdfast.units import shorten
 
 FEW_WORDS, MORE_WORDS = 16, 144
-SAMPLE_TEXTS, SAMPLE_CHARS = 200, 2000
+SAMPLE_TEXTS, SAMPLE_CHARS_EACH, SAMPLE_CHARS = 40, 60, 2400
 """Fewer tokens than any context that is served."""
 USUAL_TOKENS_PER_CHAR = 0.25
 ASK_TIMEOUT_S = 120.0
@@ -151,7 +150,8 @@ def calibrated(load: Load) -> Load:
 def counted_by_server(load: Load, texts: Sequence[str]) -> tuple[float, float]:
     """Tokens of a character of such texts, and those that the server adds to a prompt, by its own count of a sample;
     where it gives none, what is usual."""
-    sample = "\n".join(itertools.islice(texts, SAMPLE_TEXTS))[:SAMPLE_CHARS]
+    evenly = (texts[at * len(texts) // SAMPLE_TEXTS] for at in range(SAMPLE_TEXTS))
+    sample = "\n".join(text[:SAMPLE_CHARS_EACH] for text in evenly)[:SAMPLE_CHARS]
     part = sample[: len(sample) // 4]
     few, more = (_prompt_tokens(load, text) if text else None for text in (part, sample))
     if few is None or more is None or more <= few:

@@ -248,11 +248,17 @@ def sonnet(
         )
     common = [lines[at % len(lines)] for at in range(shared)]
     draw = random.Random(seed)
-    prompts = tuple(
-        SONNET_ASKS + "".join(f"{line}\n" for line in (*common, *draw.choices(lines, k=whole - shared)))
-        for _ in range(count)
-    )
+    prompts = tuple(_up_to([*common, *draw.choices(lines, k=whole - shared)], prompt, counted) for _ in range(count))
     return DatasetRequests(prompts=prompts, lengths=((prompt, output),) * count)
+
+
+def _up_to(lines: Sequence[str], most: int, counted: Counted) -> str:
+    """Without the last ones, where these happen to be long."""
+    for kept in range(len(lines), 1, -1):
+        text = SONNET_ASKS + "".join(f"{line}\n" for line in lines[:kept])
+        if counted(text) <= most:
+            return text
+    return f"{SONNET_ASKS}{lines[0]}\n"
 
 
 def burstgpt(path: str, count: int, *, seed: int) -> DatasetRequests:
