@@ -42,11 +42,12 @@ def free_port() -> int:
 
 
 def command_of(server: str, folder: Path, model: str, port: int, at_once: int) -> list[str]:
+    """With one thread that computes: threads that wait for one another stand still beside other work on these cores."""
     where = ["--host", "127.0.0.1", "--port", str(port)]
     if server == "llama.cpp":
-        flags = ["-t", "2", "-np", str(at_once), "-c", str(2048 * at_once), "--metrics"]
+        flags = ["-t", "1", "-np", str(at_once), "-c", str(2048 * at_once), "--metrics"]
         return [str(folder / "llama-server"), "-m", model, *flags, *where]
-    flags = ["--device", "cpu", "--max-model-len", "2048", "--max-num-seqs", str(at_once)]
+    flags = ["--device", "cpu", "--max-model-len", "2048", "--max-num-seqs", str(at_once), "--threads", "1"]
     return [sys.executable, "-m", "holdfast", "serve", model, *flags, *where, "--disable-access-log"]
 
 
@@ -117,9 +118,10 @@ def main() -> None:
             found = turn(server, options)
             document["turns"].append(found)
             peak, verdict = found["result"]["peak"], found["result"]["verdict"]
+            first = "none" if peak["ttft"] is None else f"{1e3 * peak['ttft']['p50']:.0f} ms"
             print(
                 f"{number + 1} {server:<10} {peak['output_tokens_per_s']:>7.1f} tokens/s, {peak['completed']} answered,"
-                f" {peak['failed']} failed, ttft p50 {1e3 * peak['ttft']['p50']:.0f} ms, counted"
+                f" {peak['failed']} failed, ttft p50 {first}, counted"
                 f" {found['result']['whole']['output_tokens']} of {found['output_tokens_asked']} asked and"
                 f" {found['output_tokens_by_the_server']} by the server; {verdict['reason']}",
                 flush=True,
