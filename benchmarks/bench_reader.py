@@ -1,6 +1,6 @@
 """How many streamed events a second one client process of `holdfast bench` reads, each with its own timestamp.
 
-    python benchmarks/bench_reader.py [--rate 40000] [--connections 256] [--seconds 5] [--rounds 3]
+    python benchmarks/bench_reader.py [--rate 40000 ...] [--connections 256] [--seconds 5] [--rounds 3] [--out FILE]
 
 A byte replayer, in a process of its own, sends prepared events over that many connections, one send an event, as fast
 as it was asked for; no server is in it. What counts is the client's processor time an event, which a busy machine does
@@ -23,7 +23,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.machine import describe_machine, today
+from benchmarks.machine import commit, describe_machine, today
 from holdfast.bench.client.processes import client_processes
 from holdfast.bench.load.load import LengthRange, Load
 from holdfast.bench.load.profile import PEAK, Phase
@@ -102,19 +102,28 @@ def measure(connections: int, rate: float, seconds: float) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", type=float, default=40_000.0)
+    parser.add_argument("--rate", type=float, nargs="+", default=[40_000.0])
     parser.add_argument("--connections", type=int, default=256)
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="for every round, as JSON")
     parser.add_argument("--replay", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.replay:
-        replay(arguments.connections, arguments.rate, arguments.seconds)
+        replay(arguments.connections, arguments.rate[0], arguments.seconds)
         return
-    print(json.dumps({"date": today(), "machine": describe_machine(), "connections": arguments.connections}))
-    for _ in range(arguments.rounds):
-        found = measure(arguments.connections, arguments.rate, arguments.seconds)
-        print(json.dumps({name: round(value, 2) for name, value in found.items()}), flush=True)
+    found = {
+        "date": today(), "commit": commit(), "machine": describe_machine(), "load_average": os.getloadavg()[0],
+        "connections": arguments.connections,
+    }  # fmt: skip
+    print(json.dumps(found))
+    rounds = []
+    for rate in arguments.rounds * arguments.rate:
+        measured = measure(arguments.connections, rate, arguments.seconds)
+        rounds.append({"rate": rate, **{name: round(value, 2) for name, value in measured.items()}})
+        print(json.dumps(rounds[-1]), flush=True)
+        if arguments.out is not None:
+            arguments.out.write_text(json.dumps({**found, "rounds": rounds}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

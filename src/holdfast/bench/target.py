@@ -6,6 +6,7 @@ Asks a few short requests before a run. Starts nothing.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -19,6 +20,9 @@ from holdfast.errors import ConfigurationError, EngineError
 from holdfast.units import shorten
 
 FEW_WORDS, MORE_WORDS = 16, 144
+SAMPLE_TEXTS, SAMPLE_CHARS_EACH, SAMPLE_CHARS = 40, 60, 2400
+"""Fewer tokens than any context that is served."""
+USUAL_TOKENS_PER_CHAR = 0.25
 ASK_TIMEOUT_S = 120.0
 OWNERS = {"holdfast": "holdfast", "vllm": "vllm", "sglang": "sglang", "llamacpp": "llama.cpp"}
 """What /v1/models says of who owns a model."""
@@ -111,8 +115,8 @@ def check_lengths(load: Load, target: Target) -> None:
     most = target.max_model_len
     if most is None or load.prompts:
         return
-    lengths = [(one.prompt_tokens, one.output_tokens) for one in load.replay] or [(load.prompt.high, load.output.high)]
-    prompt, output = max(lengths, key=sum)
+    lengths = [(one.prompt_tokens, one.output_tokens) for one in load.replay] or load.lengths
+    prompt, output = max(lengths or [(load.prompt.high, load.output.high)], key=sum)
     if prompt + output <= most:
         return
     raise ConfigurationError(
@@ -120,9 +124,9 @@ def check_lengths(load: Load, target: Target) -> None:
         needed=f"{prompt:,} tokens of prompt and {output:,} of output",
         found=f"max_model_len {most:,} at {target.url}",
         fix="a file with shorter requests, or a server with a longer --max-model-len"
-        if load.replay
+        if lengths
         else f"--prompt {max(1, most - output)}, or a server with a longer --max-model-len",
-        field="traffic" if load.replay else "prompt",
+        field="traffic" if lengths else "prompt",
     )
 
 
@@ -131,7 +135,7 @@ def calibrated(load: Load) -> Load:
     where the server refuses what the run would ask. Ids are tokens already."""
     if load.token_ids:
         return load
-    counts = [_prompt_tokens(load, words) for words in (FEW_WORDS, MORE_WORDS)]
+    counts = [_prompt_tokens(load, _of_words(count)) for count in (FEW_WORDS, MORE_WORDS)]
     few, more = counts
     if few is None or more is None or more <= few:
         return load
@@ -143,10 +147,26 @@ def calibrated(load: Load) -> Load:
     )
 
 
-def _prompt_tokens(load: Load, words: int) -> int | None:
+def counted_by_server(load: Load, texts: Sequence[str]) -> tuple[float, float]:
+    """Tokens of a character of such texts, and those that the server adds to a prompt, by its own count of a sample;
+    where it gives none, what is usual."""
+    evenly = (texts[at * len(texts) // SAMPLE_TEXTS] for at in range(SAMPLE_TEXTS))
+    sample = "\n".join(text[:SAMPLE_CHARS_EACH] for text in evenly)[:SAMPLE_CHARS]
+    part = sample[: len(sample) // 4]
+    few, more = (_prompt_tokens(load, text) if text else None for text in (part, sample))
+    if few is None or more is None or more <= few:
+        return USUAL_TOKENS_PER_CHAR, 0.0
+    each = (more - few) / (len(sample) - len(part))
+    return each, max(0.0, few - each * len(part))
+
+
+def _of_words(count: int) -> str:
+    return " ".join((WORDS * (1 + count // len(WORDS)))[:count])
+
+
+def _prompt_tokens(load: Load, text: str) -> int | None:
     import httpx
 
-    text = " ".join((WORDS * (1 + words // len(WORDS)))[:words])
     body: dict[str, Any] = {"model": load.model, "max_tokens": 1, **load.extra_body}
     body |= {"messages": [{"role": "user", "content": text}]} if load.path == CHAT else {"prompt": text}
     base = load.url.rstrip("/").removesuffix("/v1")

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from holdfast.tune.configuration import ServerConfiguration
 from holdfast.tune.result import TriedConfiguration, TuneResult, is_lossy
-from holdfast.tune.trial import Trial
-from holdfast.tune.tuner import BETTER, LIKELY, NOTHING, ONLY, SAME, STANDS, UNCONFIRMED
+from holdfast.tune.trial import BETTER, LIKELY, NO_HEADROOM, NOTHING, ONLY, SAME, STANDS, UNCONFIRMED, Trial
 from holdfast.units import counted, format_duration
 
 SHOWN = 12
@@ -137,6 +136,8 @@ def _end(result: TuneResult) -> Iterator[str]:
         yield f"keep the default: nothing was proven better in this time; {_more_time(result)}"
     elif result.verdict == NOTHING:
         yield "no configuration ran"
+    elif result.verdict == NO_HEADROOM:
+        yield f"nothing is kept: no configuration that was tried left {result.headroom:.0%} of memory free"
     for why in result.why:
         yield f"  {why}"
     if result.command is not None:

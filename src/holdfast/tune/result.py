@@ -12,12 +12,12 @@ import msgspec
 import holdfast
 from holdfast.bench.load.load import Arrival
 from holdfast.bench.measure.objectives import Objective
+from holdfast.errors import HoldfastError
 from holdfast.tune.configuration import DEFAULT, Axis, LeftOut, ServerConfiguration, Value, command_of
 from holdfast.tune.gain import Gain
 from holdfast.tune.space.axes import LOSSY
 from holdfast.tune.space.pruning import SLOWER, Pruned, Survivors
-from holdfast.tune.trial import Trial
-from holdfast.tune.tuner import BETTER, LIKELY, NOTHING, ONLY, STANDS, TuneOutcome
+from holdfast.tune.trial import BETTER, LIKELY, NO_HEADROOM, NOTHING, ONLY, STANDS, Trial, TuneOutcome
 from holdfast.units import format_duration
 
 VERSION = 1
@@ -57,10 +57,23 @@ class TriedConfiguration(msgspec.Struct, frozen=True, kw_only=True):
     measured_s: dict[str, float]
     slo_held: bool
     headroom_held: bool
+    free_share: dict[str, float]
+    """Of RAM and VRAM at the worst moment; what nobody said is not in it."""
     preemptions: float | None
     died: str
     warnings: list[str]
     seconds: float
+
+
+class TuneFailure(msgspec.Struct, frozen=True, kw_only=True):
+    """As of any command that fails."""
+
+    code: str
+    message: str
+    field: str | None
+    needed: str | None
+    found: str | None
+    fix: str | None
 
 
 class TuneResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +92,7 @@ class TuneResult(msgspec.Struct, frozen=True, kw_only=True):
     trials: list[TriedConfiguration]
     verdict: str
     settings: dict[str, Value] | None
-    """Of the command to keep; empty: the default; None: nothing runs."""
+    """Of the command to keep; empty: the default; None: nothing runs, or nothing leaves the headroom."""
     command: str | None
     default_command: str
     gain: Gain | None
@@ -92,6 +105,8 @@ class TuneResult(msgspec.Struct, frozen=True, kw_only=True):
     lossy: bool
     minutes_needed: int | None
     """For a search and its proof, by what trials took; None: it had enough, or nothing is known."""
+    error: TuneFailure | None
+    """Why nothing is kept although servers ran, and what to change."""
 
 
 def make_result(
@@ -110,6 +125,7 @@ def make_result(
     lossy: bool,
     seconds: float,
     left_out: Sequence[LeftOut] = (),
+    error: HoldfastError | None = None,
 ) -> TuneResult:
     """`arrivals`: of the file; `replay`: of a trial."""
     kept = outcome.kept
@@ -150,7 +166,12 @@ def make_result(
         seconds=seconds,
         lossy=lossy,
         minutes_needed=None if outcome.needed_s is None else math.ceil(outcome.needed_s / 60),
+        error=None if error is None else _failure(error),
     )
+
+
+def _failure(error: HoldfastError) -> TuneFailure:
+    return TuneFailure(**{name: getattr(error, name) for name in TuneFailure.__struct_fields__})
 
 
 def _too_slow(count: int) -> list[Pruned]:
@@ -178,7 +199,7 @@ def reasons(outcome: TuneOutcome) -> list[str]:
             trial.died or "it left too little memory" for trial in outcome.trials if trial.configuration == DEFAULT
         }
         return [f"the default: {cause}" for cause in sorted(causes)]
-    if outcome.verdict == NOTHING:
+    if outcome.verdict in (NOTHING, NO_HEADROOM):
         return sorted({trial.died for trial in outcome.trials if trial.died})
     if outcome.verdict not in (BETTER, LIKELY, STANDS) or not default or not kept:
         return []

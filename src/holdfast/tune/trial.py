@@ -1,4 +1,5 @@
-"""`Trial`: what one run of one configuration showed, and how trials are ranked. Records and comparisons only."""
+"""`Trial`: what one run of one configuration showed, and how trials are ranked; `TuneOutcome`: what all of a search
+came to. Records and comparisons only."""
 
 from __future__ import annotations
 
@@ -10,9 +11,10 @@ import msgspec
 
 from holdfast.bench.measure.figures import Figures
 from holdfast.bench.measure.objectives import Objective
-from holdfast.bench.measure.verdict import HEADROOM
+from holdfast.bench.measure.verdict import HEADROOM, least_free
 from holdfast.bench.result import BenchResult
 from holdfast.tune.configuration import ServerConfiguration
+from holdfast.tune.gain import Gain
 from holdfast.tune.replay import kept_per_s
 
 Stage = Literal["default", "search", "finalists", "confirmation", "own pace"]
@@ -22,6 +24,11 @@ both answer everything in time."""
 
 LATE_WORTH = 0.02
 """Of an answer, whether in time or not: what tells two apart where none is in time."""
+OWN_PACE = 1.0
+
+BETTER, LIKELY, SAME, UNCONFIRMED = "better", "likely better", "no difference", "not confirmed"
+STANDS, ONLY, NOTHING = "holds what the default does not", "the default does not run", "nothing runs"
+NO_HEADROOM = "nothing keeps the headroom"
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +54,8 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     """The objective that comes nearest to its limit, or goes furthest beyond it, as a multiple of it."""
     slo_held: bool = False
     headroom_held: bool = True
+    free_share: dict[str, float] = {}
+    """Of RAM and VRAM, at the worst moment; what nobody said is not in it."""
     preemptions: float | None = None
     died: str = ""
     """Why the server did not start or did not live; empty: it did."""
@@ -68,11 +77,48 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
         return worth * (1 - SLACK * math.tanh(math.log(self.times_limit))) if self.times_limit else worth
 
 
+def is_sound(trials: Sequence[Trial]) -> bool:
+    """Of runs of one configuration: one at least, and all lived and kept the headroom. Nothing else is ever kept."""
+    return bool(trials) and all(not trial.died and trial.headroom_held for trial in trials)
+
+
 def standing(trials: Sequence[Trial]) -> tuple[bool, bool]:
     """Of runs of one configuration: whether all lived and kept the headroom, and whether most kept the SLO too. The
     higher is never given up for goodput."""
-    sound = bool(trials) and all(not trial.died and trial.headroom_held for trial in trials)
+    sound = is_sound(trials)
     return sound, sound and sum(trial.slo_held for trial in trials) * 2 >= len(trials)
+
+
+def at_own_pace(trial: Trial) -> bool:
+    return (trial.speed, trial.climb) == (OWN_PACE, 1.0)
+
+
+class TuneOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    kept: ServerConfiguration | None
+    """None: nothing runs, or what runs leaves too little memory."""
+    verdict: str
+    gain: Gain | None = None
+    speed: float
+    climb: float = 1.0
+    trials: list[Trial]
+    ended: str
+    """Why the search ended."""
+    interrupted: bool = False
+    needed_s: float | None = None
+    """Where there was no time for a proof: what the search and its proof take, by what trials took."""
+    slower: int = 0
+    """Configurations that were not run because their device cannot answer so much at its very best."""
+
+    @property
+    def pace(self) -> tuple[float, float]:
+        return self.speed, self.climb
+
+    @property
+    def held(self) -> bool:
+        """What is kept kept the headroom and the SLO: at the traffic's own pace, where that was measured."""
+        mine = [trial for trial in self.trials if trial.configuration == self.kept]
+        own = [trial for trial in mine if at_own_pace(trial)]
+        return all(standing(own or mine))
 
 
 def chance_of(trial: Trial) -> float:
@@ -123,6 +169,7 @@ def trial_of(
         times_limit=max(ratios, default=None),
         slo_held=answered and max(ratios) <= 1,
         headroom_held=not any(check.name.endswith(HEADROOM) for check in failed),
+        free_share=least_free(result.samples),
         preemptions=told[-1] - told[0] if told else None,
         died=died,
         warnings=[f"{check.name}: {check.reason}" for check in failed if check.name in _WARNED],

@@ -19,12 +19,28 @@ from statistics import fmean
 from time import monotonic
 from typing import Protocol
 
-import msgspec
-
 from holdfast.tune.configuration import DEFAULT, ServerConfiguration
 from holdfast.tune.gain import FEWEST_ROUNDS, MOST_ROUNDS, USUAL_ROUNDS, WITHIN, Gain, gain_of
 from holdfast.tune.search import FEWEST, Point, search, smoothed, spread_of_repeats
-from holdfast.tune.trial import Stage, Trial, chance_of, mean_merit, standing
+from holdfast.tune.trial import (
+    BETTER,
+    LIKELY,
+    NO_HEADROOM,
+    NOTHING,
+    ONLY,
+    OWN_PACE,
+    SAME,
+    STANDS,
+    UNCONFIRMED,
+    Stage,
+    Trial,
+    TuneOutcome,
+    at_own_pace,
+    chance_of,
+    is_sound,
+    mean_merit,
+    standing,
+)
 
 FASTEST = 64.0
 """Beyond it the traffic is not the user's any more."""
@@ -37,7 +53,6 @@ PROOF_SHARE = 0.5
 """Of the time, at most, that is kept for proving the gain."""
 ALIKE = 0.01
 """Share of what the best is worth, by which another may be below it and count as equal."""
-OWN_PACE = 1.0
 CLIMB = 2.0
 """From the last pace that the default held, or the traffic's own, to so many times that."""
 NEAR = 1.5
@@ -46,9 +61,6 @@ TOO_MANY = 3
 """That keep up with all of a climb; two may be lucky."""
 KEPT_SHARE = 0.99
 """Of requests within the SLO: from there on a faster replay is needed to tell configurations apart."""
-
-BETTER, LIKELY, SAME, UNCONFIRMED = "better", "likely better", "no difference", "not confirmed"
-STANDS, ONLY, NOTHING = "holds what the default does not", "the default does not run", "nothing runs"
 
 
 class Measure(Protocol):
@@ -70,34 +82,6 @@ class Choices(Protocol):
     def same_as(self) -> Mapping[Point, int]: ...
 
 
-class TuneOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    kept: ServerConfiguration | None
-    """None: nothing runs."""
-    verdict: str
-    gain: Gain | None = None
-    speed: float
-    climb: float = 1.0
-    trials: list[Trial]
-    ended: str
-    """Why the search ended."""
-    interrupted: bool = False
-    needed_s: float | None = None
-    """Where there was no time for a proof: what the search and its proof take, by what trials took."""
-    slower: int = 0
-    """Configurations that were not run because their device cannot answer so much at its very best."""
-
-    @property
-    def pace(self) -> tuple[float, float]:
-        return self.speed, self.climb
-
-    @property
-    def held(self) -> bool:
-        """What is kept kept the headroom and the SLO: at the traffic's own pace, where that was measured."""
-        mine = [trial for trial in self.trials if trial.configuration == self.kept]
-        own = [trial for trial in mine if _at_own_pace(trial)]
-        return all(standing(own or mine))
-
-
 def _plainest_first(
     ordered: Sequence[ServerConfiguration], rank: Callable[[ServerConfiguration], tuple[object, float]]
 ) -> list[ServerConfiguration]:
@@ -112,10 +96,6 @@ def _plainest_first(
 
 def _pace(trial: Trial) -> tuple[float, float]:
     return trial.speed, trial.climb
-
-
-def _at_own_pace(trial: Trial) -> bool:
-    return _pace(trial) == (OWN_PACE, 1.0)
 
 
 def _kept(trial: Trial) -> bool:
@@ -250,7 +230,7 @@ class Tuner:
 
     def _confirm(self, finalists: Sequence[ServerConfiguration]) -> TuneOutcome:
         """Against the default, in turns; the next finalist where one does not stand and there is time."""
-        if standing(self._of(DEFAULT))[0] is False:
+        if not self._sound(DEFAULT):
             return self._without_default(finalists)
         others = len(self._choices(self._speed, self._climb).configurations) > 1
         tried = any(not trial.configuration.is_default for trial in self.trials)
@@ -376,10 +356,11 @@ class Tuner:
     def _without_default(self, finalists: Sequence[ServerConfiguration]) -> TuneOutcome:
         for finalist in finalists:
             self._try(finalist, "confirmation")
-            if standing(self._of(finalist))[0] and self._own_pace(finalist) >= self._own_pace(DEFAULT):
+            if not self._sound(finalist) or self._own_pace(finalist) < self._own_pace(DEFAULT):
+                continue
+            if self._sound(finalist):  # At its own pace as well.
                 return self._outcome(finalist, ONLY, None)
-        lived = [one for one in self._ranked() if standing(self._of(one))[0]]
-        return self._outcome(lived[0], ONLY, None) if lived else self._outcome(None, NOTHING, None)
+        return self._outcome(DEFAULT, ONLY, None)
 
     # What all of them use.
 
@@ -431,7 +412,7 @@ class Tuner:
     @property
     def _default_missed(self) -> int:
         """How often it did not hold the user's pace; after the first time it is asked once more."""
-        return sum(not trial.held for trial in self._of(DEFAULT) if _at_own_pace(trial))
+        return sum(not trial.held for trial in self._of(DEFAULT) if at_own_pace(trial))
 
     @property
     def _own_pace_s(self) -> float:
@@ -476,9 +457,30 @@ class Tuner:
                 return self._outcome(one, STANDS if default[0] else ONLY, None, interrupted=interrupted)
         return self._outcome(DEFAULT if self.trials else None, UNCONFIRMED, None, interrupted=interrupted)
 
+    def _sound(self, configuration: ServerConfiguration) -> bool:
+        return is_sound(self._of(configuration))
+
+    def _sound_instead(self) -> tuple[ServerConfiguration | None, str]:
+        """What to keep where what was to be kept died or left too little memory once, and what is said of it."""
+        if self._sound(DEFAULT):
+            return DEFAULT, UNCONFIRMED
+        tried = sorted(
+            dict.fromkeys(trial.configuration for trial in self.trials),
+            key=lambda one: mean_merit(self._of(one)),
+            reverse=True,
+        )
+        found = next((one for one in [*self._ranked(), *tried] if self._sound(one)), None)
+        if found is not None:
+            return found, ONLY
+        tight = any(not trial.died and not trial.headroom_held for trial in self.trials)
+        return None, NO_HEADROOM if tight else NOTHING
+
     def _outcome(
         self, kept: ServerConfiguration | None, verdict: str, gain: Gain | None, *, interrupted: bool = False
     ) -> TuneOutcome:
+        """Of what is to be kept, unless it died or left too little memory once, whichever way it came here."""
+        if kept is not None and not self._sound(kept):
+            (kept, verdict), gain = self._sound_instead(), None
         return TuneOutcome(
             kept=kept,
             verdict=verdict,

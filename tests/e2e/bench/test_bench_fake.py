@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -17,13 +18,14 @@ import numpy as np
 import psutil
 import pytest
 from deadlines import PATIENCE_S
+from exact_completions import running_exact
 from fake_completions import FakeSettings, running_fake
 from fake_server import FakeServer
 
 from holdfast.bench.client.processes import client_processes
 from holdfast.bench.client.worker import HEADER, MOMENT, WorkerOrder
 from holdfast.bench.load.load import LengthRange, Load, WorkerShare
-from holdfast.bench.load.profile import default_profile
+from holdfast.bench.load.profile import PEAK, Phase, default_profile
 from holdfast.bench.measure.figures import latencies, percentiles
 from holdfast.cli.main import main
 from holdfast.engine.fake import FakeEngine
@@ -35,6 +37,8 @@ WORKER = "holdfast.bench.client.worker"
 
 ATTEMPTS = 12
 """A busy machine may keep either process from running; one undisturbed run among these proves the precision."""
+OF_A_BUSY_MACHINE = 5
+"""Times what is allowed on one that has a core for each."""
 
 
 def bench(url: str, *words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
@@ -42,15 +46,17 @@ def bench(url: str, *words: str, capsys: pytest.CaptureFixture[str]) -> tuple[in
     return code, json.loads(capsys.readouterr().out)
 
 
-def differences(settings: FakeSettings) -> dict[str, float]:
+def differences(*, requests: int, at_once: int, tokens: int) -> dict[str, float]:
     """Of each percentile, by how much the client's is off, as a multiple of what is allowed: 1%, or 0.2 ms."""
-    with running_fake(settings) as fake:
-        load = Load(url=fake.url, phases=default_profile(0, 1.2, 0), concurrency=8, output=LengthRange(24, 24))
+    with running_exact() as exact:
+        every = (Phase(PEAK, math.inf),)
+        lengths = LengthRange(tokens, tokens)
+        load = Load(url=exact.url, phases=every, concurrency=at_once, requests=requests, output=lengths)
         with client_processes(load, 1) as clients:
             clients.wait(lambda: None)
-        sent = fake.close()["sent"]
+        sent = exact.close()
     ours = latencies([answer for answer in clients.answers if answer.good])
-    assert len(clients.answers) == len(sent) > 16
+    assert len(clients.answers) == len(sent) == requests
     theirs = {
         "ttft": percentiles([one["times"][0] - one["received_s"] for one in sent]),
         "itl": percentiles(np.concatenate([np.diff(one["times"]) for one in sent])),
@@ -61,21 +67,35 @@ def differences(settings: FakeSettings) -> dict[str, float]:
         measured = ours[name]
         assert own is not None
         assert measured is not None
-        for rank in ("p50", "p90", "p99"):
+        for rank in ("p50", "p90", "p95", "p99"):
             allowed = max(0.01 * own.at(rank), 0.0002)
             found[f"{name} {rank}"] = abs(measured.at(rank) - own.at(rank)) / allowed
     return found
 
 
+def attempts_until_precise(most: float, *, requests: int, at_once: int, tokens: int) -> int:
+    """How many runs it took until one was within so many times what is allowed."""
+    worst = []
+    for attempt in range(1, ATTEMPTS + 1):
+        found = differences(requests=requests, at_once=at_once, tokens=tokens)
+        name = max(found, key=lambda one: found[one])
+        worst.append(f"{name}: {found[name]:.2f}")
+        if found[name] <= most:
+            print(f"{requests} requests, {at_once} at once: attempt {attempt}; largest by attempt {worst}")
+            return attempt
+    pytest.fail(f"never within {most:g} times 1% or 0.2 ms; largest by attempt {worst}")
+
+
 @pytest.mark.long
-def test_percentiles_are_those_of_the_servers_own_send_times() -> None:
-    settings = FakeSettings(ttft_s=(0.04, 0.1), itl_s=(0.002, 0.02))
-    found: dict[str, float] = {}
-    for _ in range(ATTEMPTS):
-        found = differences(settings)
-        if max(found.values()) <= 1:
-            return
-    pytest.fail(f"never within 1% or 0.2 ms: {found}")
+@pytest.mark.parametrize(("requests", "at_once"), [(1000, 16), (4000, 256)], ids=["16 at once", "256 at once"])
+def test_percentiles_are_those_of_the_servers_own_send_times(requests: int, at_once: int) -> None:
+    """Of a thousand requests and more, so that ten at least lie beyond p99. 256 at once are 17,000 tokens a second."""
+    assert attempts_until_precise(1, requests=requests, at_once=at_once, tokens=24)
+
+
+def test_percentiles_of_a_thousand_requests_are_about_those_of_the_servers_own_send_times() -> None:
+    """While other tests take the cores: what is off by more than that is off by more than other work explains."""
+    assert attempts_until_precise(OF_A_BUSY_MACHINE, requests=1000, at_once=64, tokens=6)
 
 
 def test_the_verdict_finds_a_leak_a_stall_and_errors(capsys: pytest.CaptureFixture[str]) -> None:

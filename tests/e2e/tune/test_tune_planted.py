@@ -58,6 +58,25 @@ def test_a_short_run_keeps_the_default_and_tells_what_died(traffic: Path, capsys
     assert sum(one["count"] for one in found["pruned"]) > found["combinations"] / 2
 
 
+@pytest.mark.usefixtures("vllm")
+def test_nothing_is_kept_where_nothing_leaves_the_headroom(traffic: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(words(traffic, "--minutes", "0.05", "--headroom", "99.9%"))
+    told = capsys.readouterr()
+    found = json.loads(told.out)
+    assert code == 4
+    assert (found["verdict"], found["settings"], found["command"]) == ("nothing keeps the headroom", None, None)
+    assert found["error"]["code"] == "HF167"
+    assert "of RAM with" in found["error"]["found"]
+    assert found["trials"][0]["free_share"]["RAM"] < 0.999
+    asked = [word for word in words(traffic, "--minutes", "0.05", "--headroom", "99.9%") if word != "--json"]
+    assert main(asked) == 4
+    told = capsys.readouterr()
+    assert "nothing is kept" in told.out
+    assert "vllm serve" not in told.out.splitlines()[-1]
+    assert "[HF167]" in told.err
+    assert " short, " in told.err
+
+
 @pytest.mark.long
 @pytest.mark.usefixtures("vllm")
 def test_the_planted_optimum_is_found_and_proven(traffic: Path, capsys: pytest.CaptureFixture[str]) -> None:

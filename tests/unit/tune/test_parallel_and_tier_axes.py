@@ -24,8 +24,8 @@ from holdfast.tune.space.pruning import (
     most_goodput,
     survivors,
 )
-from holdfast.tune.trial import Stage, Trial
-from holdfast.tune.tuner import BETTER, ONLY, TuneOutcome, Tuner
+from holdfast.tune.trial import BETTER, ONLY, Stage, Trial, TuneOutcome
+from holdfast.tune.tuner import Tuner
 
 TRIAL_S, OFFERED = 10.0, 100.0
 SHORT = [Arrival(0.1 * at, 100, 20) for at in range(40)]

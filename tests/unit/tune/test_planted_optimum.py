@@ -15,8 +15,19 @@ import pytest
 from holdfast.tune.configuration import DEFAULT, Axis, ServerConfiguration
 from holdfast.tune.result import reasons
 from holdfast.tune.space.pruning import configuration_at
-from holdfast.tune.trial import Stage, Trial
-from holdfast.tune.tuner import BETTER, NOTHING, ONLY, SAME, STANDS, UNCONFIRMED, TuneOutcome, Tuner
+from holdfast.tune.trial import (
+    BETTER,
+    NO_HEADROOM,
+    NOTHING,
+    ONLY,
+    SAME,
+    STANDS,
+    UNCONFIRMED,
+    Stage,
+    Trial,
+    TuneOutcome,
+)
+from holdfast.tune.tuner import Tuner
 
 TRIAL_S = 10.0
 AXES = (
@@ -147,6 +158,48 @@ def test_what_fails_headroom_is_never_kept_however_fast() -> None:
     assert outcome.kept != best
     assert outcome.verdict == BETTER
     assert of(landscape, outcome) > 8.0
+
+
+@pytest.mark.parametrize("interrupt_after", [1, 4, math.inf])
+@pytest.mark.parametrize("speed", [1.0, None])
+def test_where_nothing_keeps_the_headroom_nothing_is_kept(speed: float | None, interrupt_after: float) -> None:
+    server = PlantedServer(hill((1, 4, 2, 1)))
+    server.tight, server.interrupt_after = set(server.places), interrupt_after
+    outcome = server.tune(speed=speed)
+    assert (outcome.kept, outcome.verdict, outcome.gain, outcome.held) == (None, NO_HEADROOM, None, False)
+    short = PlantedServer(lambda point: None if point[0] else 5.0)  # All others die, the default among them.
+    short.tight = {configuration for configuration, point in short.places.items() if not point[0]}
+    assert (short.tune().kept, short.tune().verdict) == (None, NO_HEADROOM)
+
+
+def test_what_leaves_the_headroom_is_kept_where_the_default_does_not() -> None:
+    server = PlantedServer(hill((1, 4, 2, 1)))
+    server.tight = {one for one, point in server.places.items() if point[0] >= 2}
+    outcome = server.tune()
+    assert outcome.verdict == ONLY
+    assert outcome.kept is not None
+    assert outcome.kept not in server.tight
+    server.now_s, server.interrupt_after = 0.0, 1
+    assert server.tune().verdict == NO_HEADROOM  # The default is all that was tried until then.
+
+
+@pytest.mark.parametrize("speed", [1.0, None])
+def test_what_left_too_little_memory_once_is_not_kept_at_whatever_stage_that_was(speed: float | None) -> None:
+    class Moody(PlantedServer):
+        def __call__(self, configuration: ServerConfiguration, **asked: Any) -> Trial:
+            trial = super().__call__(configuration, **asked)
+            return msgspec.structs.replace(trial, headroom_held=self.draw.random() < 0.85)
+
+    seen = set()
+    for seed in range(20):
+        server = Moody(lambda point: 14.0 + point[0], seed=seed)
+        server.interrupt_after = math.inf if seed % 3 else 5 + seed
+        outcome = server.tune(trials=10 + seed, speed=speed)
+        runs = [trial for trial in outcome.trials if trial.configuration == outcome.kept]
+        assert all(trial.headroom_held for trial in runs), seed
+        assert bool(runs) == (outcome.kept is not None)
+        seen.add(outcome.verdict)
+    assert len(seen) >= 3
 
 
 def test_what_holds_the_slo_is_kept_over_what_does_not() -> None:

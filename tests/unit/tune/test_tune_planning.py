@@ -18,6 +18,7 @@ from holdfast.tune.replay import busiest, kept_per_s, replayed
 from holdfast.tune.report import lines
 from holdfast.tune.result import make_result
 from holdfast.tune.space.axes import space_of
+from holdfast.tune.space.headroom import no_headroom
 from holdfast.tune.space.plans import Planner
 from holdfast.tune.space.pruning import (
     REFUSED,
@@ -29,8 +30,7 @@ from holdfast.tune.space.pruning import (
     most_goodput,
     survivors,
 )
-from holdfast.tune.trial import Trial
-from holdfast.tune.tuner import BETTER, LIKELY, TuneOutcome
+from holdfast.tune.trial import BETTER, LIKELY, NO_HEADROOM, Trial, TuneOutcome
 
 FEW = [Arrival(0.1 * at, 100, 20) for at in range(40)]
 
@@ -210,6 +210,54 @@ def test_what_is_likely_but_not_proven_is_said_to_be_that() -> None:
     assert any("at a pace that climbs from 2 to 4 times its own" in line for line in said)
     assert said[-1] == "holdfast serve smollm2 --max-num-seqs 16"
     assert any(" 3.00 " in line and " 3 " in line for line in said)  # The default's row: of this pace.
+
+
+def test_what_nothing_kept_is_told_with_what_came_nearest_and_what_would_be_enough() -> None:
+    planner = Planner("llama-3.1-8b", engine="holdfast", settings={"gpu": "h100-80"})
+    arrivals = [Arrival(0.1 * at, 3000, 1000) for at in range(200)]
+    nearest = ServerConfiguration((("max_num_seqs", 64),))
+    trials = [
+        Trial(configuration=one, stage="search", speed=1.0, headroom_held=False, free_share={"RAM": 0.5, "VRAM": share})
+        for one, share in ((DEFAULT, 0.01), (nearest, 0.04), (nearest, 0.03))
+    ]
+    died = ServerConfiguration((("max_num_seqs", 256),))
+    trials.append(Trial(configuration=died, stage="search", speed=1.0, died="no", free_share={"VRAM": 0.045}))
+    error = no_headroom(trials, 0.05, planner, arrivals, model="llama-3.1-8b")
+    assert error.code == "HF167"
+    assert error.found is not None
+    assert error.fix is not None
+    assert error.found.startswith(
+        "3.0% of VRAM with --max-num-seqs 64, which came nearest of 3 configurations: 2.0% short"
+    )
+    assert error.found.endswith("1 of them died")
+    assert "--gpu-memory-utilization 0.8 (a smaller KV cache" in error.fix
+    for way in error.fix.split("; or ")[:-1]:  # Each is planned to hold that much less.
+        flag, value = way.split(" ")[:2]
+        name = flag.removeprefix("--").replace("-", "_")
+        changed = {**dict(nearest.changes), name: value if name == "quantization" else float(value)}
+        if name == "gpu_memory_utilization":
+            less = planner.plan(ServerConfiguration(tuple(changed.items()))).ranks[0].pool_bytes
+            assert less < planner.plan(nearest).ranks[0].pool_bytes - 0.02 * 80e9
+    assert "holdfast plan llama-3.1-8b --vram" in error.fix
+
+    small = Planner("smollm2", engine="holdfast", settings={})
+    tight = Trial(configuration=DEFAULT, stage="default", speed=1.0, headroom_held=False, free_share={"RAM": 0.1})
+    assert "end what else holds memory" in (no_headroom([tight], 0.99, small, FEW, model="smollm2").fix or "")
+    unknown = Trial(configuration=DEFAULT, stage="default", speed=1.0, headroom_held=False)
+    assert no_headroom([unknown], 0.05, small, FEW, model="smollm2").code == "HF167"
+
+    outcome = TuneOutcome(kept=None, verdict=NO_HEADROOM, speed=1.0, trials=trials, ended="time was up")
+    result = make_result(
+        outcome, of("smollm2", Axis("max_num_seqs", (16, None))), model="smollm2", engine="holdfast", flags=[],
+        source="t.jsonl", arrivals=FEW, replay=FEW, trial_s=10.0, objectives=parse_slo("ttft=1s"), headroom=0.05,
+        lossy=False, seconds=60.0, error=error,
+    )  # fmt: skip
+    said = json.loads(msgspec.json.encode(result))
+    assert (said["command"], said["settings"], said["held"]) == (None, None, False)
+    assert said["error"]["code"] == "HF167"
+    assert said["error"]["fix"] == error.fix
+    assert said["trials"][1]["free_share"] == {"RAM": 0.5, "VRAM": 0.04}
+    assert any(line.startswith("nothing is kept: no configuration that was tried left 5%") for line in lines(result))
 
 
 def test_a_report_ends_with_the_command_and_why() -> None:

@@ -25,8 +25,8 @@ from holdfast.tune.configuration import Axis, ServerConfiguration
 from holdfast.tune.progress import TuneProgress
 from holdfast.tune.record import TrialRecord, _read, recorded_trial_s
 from holdfast.tune.space.pruning import configuration_at
-from holdfast.tune.trial import Stage, Trial
-from holdfast.tune.tuner import BETTER, UNCONFIRMED, TuneOutcome, Tuner
+from holdfast.tune.trial import BETTER, UNCONFIRMED, Stage, Trial, TuneOutcome
+from holdfast.tune.tuner import Tuner
 
 TRIAL_S = 10.0
 GPU = NvidiaGpu(index=0, uuid="GPU-1", name="H200", total_bytes=1, free_bytes=1)

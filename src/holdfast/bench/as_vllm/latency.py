@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 
+from holdfast.bench.as_vllm import datasets
 from holdfast.bench.as_vllm.offline import add_engine_arguments, open_engine, random_prompts, save
 
 HELP = """Measure how long one batch of requests takes, without a server, with the arguments of `vllm bench latency`."""
@@ -14,6 +15,10 @@ EXAMPLES = """examples:
   holdfast bench latency --model smollm2 --batch-size 8 --input-len 32 --output-len 128 --output-json latency.json
 """
 USAGE = "holdfast bench latency [--model MODEL] [options of vllm bench latency] [settings]"
+REFUSED = {
+    "use-beam-search": ("batches are sampled", "leave it out; holdfast.LLM.beam_search searches"),
+    "profile": ("nothing is profiled here", "leave it out"),
+}
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 
@@ -26,12 +31,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-iters", type=int, default=30)
     parser.add_argument("--output-json", metavar="FILE")
     parser.add_argument("--disable-detokenize", action="store_true")
+    for name in REFUSED:
+        parser.add_argument(f"--{name}", nargs="?", const=True, help=argparse.SUPPRESS)
     add_engine_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     import holdfast
 
+    datasets.refuse(arguments, REFUSED, "vllm bench latency")
     # A batch that is asked again would else be found in the cache.
     engine = open_engine(arguments, enable_prefix_caching=False)
     prompts = random_prompts(arguments.batch_size, arguments.input_len, seed=0)

@@ -29,7 +29,7 @@ def open_engine(arguments: argparse.Namespace, **changes: Any) -> Any:
     return holdfast.LLM(given.pop("model", None), **{**changes, **given})
 
 
-def random_prompts(count: int, tokens: int, seed: int, *, prefix: int = 0) -> list[dict[str, list[int]]]:
+def random_prompts(count: int, tokens: int, seed: int | str, *, prefix: int = 0) -> list[dict[str, list[int]]]:
     draw = random.Random(seed)
     shared = [draw.randrange(100, HIGHEST_TOKEN_ID) for _ in range(prefix)]
     return [

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from holdfast.bench.as_vllm import datasets, serve_dataset
 from holdfast.bench.as_vllm.results import result_keys, table
 from holdfast.errors import ConfigurationError, EngineError
 from holdfast.units import shorten
@@ -29,10 +30,29 @@ EXAMPLES = """examples:
 USAGE = "holdfast bench serve [--base-url URL] [--model NAME] [options of vllm bench serve]"
 
 BACKENDS = ("vllm", "openai", "openai-chat", "lmdeploy", "scalellm", "sglang", "llama.cpp", "tgi")
-DATASETS = ("random", "sharegpt", "custom", "prefix_repetition")
-WITHOUT_EFFECT = ("disable-tqdm", "trust-remote-code", "skip-tokenizer-init", "disable-shuffle", "no-oversample")
-VALUES_WITHOUT_EFFECT = ("tokenizer", "tokenizer-mode", "request-id-prefix")
-REFUSED = ("use-beam-search", "profile", "plot-timeline", "plot-dataset-stats", "probe-request-rate", "self-timed")
+BACKENDS_REFUSED = {
+    "openai-audio": "sound is not sent",
+    **dict.fromkeys(
+        ("openai-embeddings", "openai-embeddings-chat", "openai-embeddings-clip", "openai-embeddings-vlm2vec",
+         "infinity-embeddings", "infinity-embeddings-clip", "vllm-pooling", "vllm-rerank"),
+        "embeddings, pooling and reranking stream no tokens, and what is measured here is a stream",
+    ),
+}  # fmt: skip
+WITHOUT_EFFECT = ("disable-tqdm", "skip-tokenizer-init")
+VALUES_WITHOUT_EFFECT = ("tokenizer", "tokenizer-mode", "request-id-prefix", "timeline-itl-thresholds")
+REFUSED = {
+    "use-beam-search": ("a search over beams streams nothing", "leave it out"),
+    "profile": (
+        "the server's profiler is not started from here",
+        "leave it out",
+    ),
+    "plot-timeline": ("nothing is drawn here", "leave it out; holdfast bench URL --html page.html draws one"),
+    "plot-dataset-stats": ("nothing is drawn here", "leave it out; --save-result --save-detailed has all lengths"),
+    "probe-request-rate": ("all requests are of one kind", "leave it out"),
+    "enable-multimodal-chat": ("pictures and sound are not sent", "leave it out"),
+    "custom-ensure-client-side-data": ("pictures and sound are not sent", "leave it out"),
+}
+"""Why, and what to do."""
 SAMPLING = ("top_p", "top_k", "min_p", "temperature", "frequency_penalty", "presence_penalty", "repetition_penalty")
 RAMP_PARTS = 20
 """A ramp is linear or exponential in the number of requests; it is sent as so many straight parts."""
@@ -40,7 +60,7 @@ READY_POLL_S = 1.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--backend", "--endpoint-type", default="openai", choices=BACKENDS)
+    parser.add_argument("--backend", "--endpoint-type", default="openai", help=", ".join(BACKENDS))
     parser.add_argument("--base-url")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
@@ -60,13 +80,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ignore-eos", action="store_true")
     parser.add_argument("--logprobs", type=int)
     parser.add_argument("--extra-body", type=json.loads, metavar="JSON")
+    parser.add_argument("--chat-template-kwargs", type=json.loads, metavar="JSON")
+    parser.add_argument("--random-batch-size", type=int, default=1, help=argparse.SUPPRESS)
     parser.add_argument("--lora-modules", nargs="+", default=[])
     parser.add_argument("--lora-assignment", choices=("random", "round-robin"), default="random")
     parser.add_argument("--ready-check-timeout-sec", type=int, default=0)
     parser.add_argument("--insecure", action="store_true")
     for name in SAMPLING:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int if name == "top_k" else float)
-    _add_datasets(parser)
+    serve_dataset.add_arguments(parser)
     _add_results(parser)
     for name in WITHOUT_EFFECT:
         parser.add_argument(f"--{name}", action="store_true", help="no effect")
@@ -82,24 +104,6 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError("must be a whole number, 1 or more")
     return int(text)
-
-
-def _add_datasets(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("dataset")
-    group.add_argument("--dataset-name", default="random")
-    group.add_argument("--dataset-path")
-    group.add_argument("--input-len", type=int)
-    group.add_argument("--output-len", type=int)
-    group.add_argument("--random-input-len", type=int, default=1024)
-    group.add_argument("--random-output-len", type=int, default=128)
-    group.add_argument("--random-range-ratio", type=float, default=0.0)
-    group.add_argument("--random-prefix-len", type=int, default=0)
-    group.add_argument("--custom-output-len", type=int, default=256)
-    group.add_argument("--sharegpt-output-len", type=int)
-    group.add_argument("--prefix-repetition-prefix-len", type=int, default=256)
-    group.add_argument("--prefix-repetition-suffix-len", type=int, default=256)
-    group.add_argument("--prefix-repetition-num-prefixes", type=int, default=10)
-    group.add_argument("--prefix-repetition-output-len", type=int, default=128)
 
 
 def _add_results(parser: argparse.ArgumentParser) -> None:
@@ -118,26 +122,22 @@ def _add_results(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from holdfast.bench.client.processes import client_processes
-    from holdfast.bench.target import calibrated, check_lengths, find_target
+    from holdfast.bench.target import check_lengths, find_target
 
-    for name in REFUSED:
-        if getattr(arguments, name.replace("-", "_")) is not None:
-            raise ConfigurationError(
-                f"--{name} of vllm bench serve is not there", fix=f"leave --{name} out", field=name.replace("-", "_")
-            )
+    _check_arguments(arguments)
     _check_saving(arguments)
     url = (arguments.base_url or f"http://{arguments.host}:{arguments.port}").rstrip("/").removesuffix("/v1")
     key = os.environ.get("HOLDFAST_API_KEY") or os.environ.get("OPENAI_API_KEY")
     certificate = "insecure" if arguments.insecure else ""
     _wait_until_ready(url, key, certificate, arguments.ready_check_timeout_sec)
     target = find_target(url, key, arguments.served_model_name or arguments.model, certificate)
-    load = read_load(arguments, url, target.model, key)
+    load = _with_prompts(read_load(arguments, url, target.model, key), arguments)
     check_lengths(load, target)
-    load = load if load.prompts else calibrated(load)
     if arguments.num_warmups:
         from msgspec.structs import replace
 
-        warm = replace(load, requests=arguments.num_warmups, rate=math.inf, concurrency=1, seed=load.seed + 1)
+        asked = {"requests": arguments.num_warmups, "rate": math.inf, "concurrency": 1, "replay": ()}
+        warm = replace(load, **asked, seed=load.seed + 1)
         with client_processes(warm, 1) as clients:
             clients.wait(lambda: None)
     with client_processes(load, 1) as clients:
@@ -152,14 +152,52 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _check_arguments(arguments: argparse.Namespace) -> None:
+    """What cannot be done is refused before anything is asked of a server."""
+    datasets.refuse(arguments, REFUSED, "vllm bench serve")
+    if arguments.backend not in BACKENDS:
+        raise ConfigurationError(
+            f"--backend {shorten(arguments.backend)} cannot be had"
+            + (f": {BACKENDS_REFUSED[arguments.backend]}" if arguments.backend in BACKENDS_REFUSED else ""),
+            needed=f"one of {', '.join(BACKENDS)}",
+            fix="--backend openai, or --backend openai-chat --endpoint /v1/chat/completions",
+            field="backend",
+        )
+    if arguments.random_batch_size != 1:
+        raise ConfigurationError(
+            "--random-batch-size is of embeddings, which are not measured here", fix="leave it out",
+            field="random_batch_size",
+        )  # fmt: skip
+    serve_dataset.check(arguments)
+
+
+def _with_prompts(load: Any, arguments: argparse.Namespace) -> Any:
+    """What a dataset's file has in it, by what the server counts; and what a word costs, where prompts are made up."""
+    from msgspec.structs import replace
+
+    from holdfast.bench.target import calibrated, counted_by_server
+
+    found = serve_dataset.requests_of(arguments, lambda texts: counted_by_server(load, texts))
+    load = replace(load, **serve_dataset.load_fields(arguments, found))
+    if load.prompts:
+        return load
+    load = calibrated(load)
+    if found.chunks:
+        each = arguments.timed_trace_chunk_hash_size
+        load = replace(load, prompts=serve_dataset.prompts_of_chunks(found, each, load.words_per_token))
+    return load
+
+
 def read_load(arguments: argparse.Namespace, url: str, model: str, key: str | None) -> Any:
-    """As one load of ours."""
+    """As one load of ours, but for what its dataset says."""
     from holdfast.bench.load.load import CHAT, COMPLETIONS, Load
 
     chat = arguments.backend == "openai-chat" or (arguments.endpoint or "").endswith("/chat/completions")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     headers |= dict(_pairs(arguments.header, "header"))
     body = {name: value for name in SAMPLING if (value := getattr(arguments, name)) is not None}
+    if arguments.chat_template_kwargs:
+        body["chat_template_kwargs"] = arguments.chat_template_kwargs
     if arguments.logprobs is not None:
         body |= {"logprobs": True, "top_logprobs": arguments.logprobs} if chat else {"logprobs": arguments.logprobs}
     return Load(
@@ -178,46 +216,9 @@ def read_load(arguments: argparse.Namespace, url: str, model: str, key: str | No
         adapters=tuple(arguments.lora_modules),
         adapters_in_turn=bool(arguments.lora_modules) and arguments.lora_assignment == "round-robin",
         # Made-up prompts would end anywhere; vLLM sets it for its random dataset too.
-        ignore_eos=arguments.ignore_eos or arguments.dataset_name in ("random", "prefix_repetition"),
+        ignore_eos=arguments.ignore_eos or arguments.dataset_name in (*datasets.MADE_UP, "timed_trace"),
         extra_body=body | (arguments.extra_body or {}),
-        **_dataset(arguments),
     )
-
-
-def _dataset(arguments: argparse.Namespace) -> dict[str, Any]:
-    from holdfast.bench.load.inputs import read_prompts
-    from holdfast.bench.load.load import LengthRange
-
-    def around(tokens: int, ratio: float = 0.0) -> LengthRange:
-        return LengthRange(max(1, math.floor(tokens * (1 - ratio))), max(1, math.ceil(tokens * (1 + ratio))))
-
-    name, output = arguments.dataset_name, arguments.output_len
-    if name == "random":
-        ratio, prefix = arguments.random_range_ratio, arguments.random_prefix_len
-        drawn = around(arguments.input_len or arguments.random_input_len, ratio)
-        return {
-            "prompt": LengthRange(drawn.low + prefix, drawn.high + prefix),
-            "output": around(output or arguments.random_output_len, ratio),
-            "prefix_tokens": prefix,
-        }
-    if name == "prefix_repetition":
-        prefix, suffix = arguments.prefix_repetition_prefix_len, arguments.prefix_repetition_suffix_len
-        return {
-            "prompt": around(prefix + suffix),
-            "output": around(output or arguments.prefix_repetition_output_len),
-            "prefix_tokens": prefix,
-            "prefixes": arguments.prefix_repetition_num_prefixes,
-        }
-    length = output or (arguments.sharegpt_output_len if name == "sharegpt" else arguments.custom_output_len)
-    if name not in DATASETS or not arguments.dataset_path or not length:
-        raise ConfigurationError(
-            f"--dataset-name {shorten(name)} cannot be had so",
-            needed=f"one of {', '.join(DATASETS)}; of a file --dataset-path, and of sharegpt --sharegpt-output-len",
-            found=f"--dataset-path {shorten(arguments.dataset_path or 'not set')}, output length {length or 'not set'}",
-            fix="--dataset-name random --random-input-len 1024 --random-output-len 128",
-            field="dataset_name",
-        )
-    return {"prompts": read_prompts(arguments.dataset_path), "output": around(length)}
 
 
 def _phases(arguments: argparse.Namespace) -> tuple[Any, ...]:

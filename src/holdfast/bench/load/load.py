@@ -57,6 +57,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     output: LengthRange = LengthRange(128, 128)
     prompts: tuple[Any, ...] = ()
     """Texts or lists of messages, taken in turn instead of made-up ones."""
+    lengths: tuple[tuple[int, int], ...] = ()
+    """Tokens of prompt and output, taken in turn instead of drawn ones."""
     words_per_token: float = 1.0
     template_tokens: float = 0.0
     """What the server adds to a prompt; found out before a run."""

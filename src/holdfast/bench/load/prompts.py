@@ -106,7 +106,8 @@ class BenchConversation:
 
     def _next(self) -> BenchRequest:
         load, draw = self._load, self._draw
-        prompt_tokens, output_tokens = self._lengths or (drawn(draw, load.prompt), drawn(draw, load.output))
+        lengths = self._lengths or (load.lengths[self._number % len(load.lengths)] if load.lengths else None)
+        prompt_tokens, output_tokens = lengths or (drawn(draw, load.prompt), drawn(draw, load.output))
         body: dict[str, Any] = {"model": self._adapter or load.model, **self._prompt(prompt_tokens)}
         body |= {"max_tokens": output_tokens, "stream": True, "stream_options": {"include_usage": True}}
         if load.ignore_eos:

@@ -284,21 +284,26 @@ def _leak(tier: str, drift: Drift) -> BenchCheck:
     )
 
 
+def least_free(samples: Sequence[ServerSample]) -> dict[str, float]:
+    """Of RAM and VRAM the share that was left at the worst moment, as far as anybody said."""
+    shares = {
+        tier.upper(): [share for sample in samples if (share := getattr(sample, f"{tier}_free_share")) is not None]
+        for tier in ("ram", "vram")
+    }
+    return {tier: min(found) for tier, found in shares.items() if found}
+
+
 def _headroom(samples: Sequence[ServerSample], headroom: float) -> list[BenchCheck]:
     found = []
-    for tier in ("ram", "vram"):
-        shares = [share for sample in samples if (share := getattr(sample, f"{tier}_free_share")) is not None]
-        if not shares:
-            continue
-        least = min(shares)
+    for tier, least in least_free(samples).items():
         passed = least >= headroom
         found.append(
             BenchCheck(
-                name=f"{tier.upper()}{HEADROOM}",
+                name=f"{tier}{HEADROOM}",
                 passed=passed,
                 measured=f"{least:.1%}",
                 limit=f"{headroom:.0%}",
-                reason="" if passed else f"{least:.1%} of {tier.upper()} was left at the worst moment",
+                reason="" if passed else f"{least:.1%} of {tier} was left at the worst moment",
             )
         )
     return found

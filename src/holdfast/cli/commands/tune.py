@@ -1,7 +1,8 @@
 """`holdfast tune`: the settings of a server that answer the most of a traffic in time, found by measurement. Words in,
 a report or JSON out; the work is in the room `tune`.
 
-Exit codes: 0 a command to keep that holds the SLO, 1 none held it, 2 usage error, 3 no server ran, 130 interrupted.
+Exit codes: 0 a command to keep that holds the SLO, 1 none held it, 2 usage error, 3 no server ran, 4 none left the
+headroom, so that nothing is kept, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.cli.commands.bench import sigterm_as_ctrl_c
 from holdfast.cli.output import say, say_error, say_json
-from holdfast.errors import ConfigurationError, ModelError
+from holdfast.errors import ConfigurationError, HoldfastError, ModelError
 from holdfast.units import counted, format_duration, shorten
 
 if TYPE_CHECKING:
@@ -49,9 +50,10 @@ EXAMPLES = """examples:
   holdfast tune MODEL --traffic t.jsonl --slo ttft=1s --json > tuned.json   for programs (docs/tune.md)
 
 environment: HOLDFAST_API_KEY for a server with a key
-exit codes: 0 a command to keep, 1 no configuration held the SLO, 2 usage error, 3 no server ran, 130 interrupted
+exit codes: 0 a command to keep, 1 no configuration held the SLO, 2 usage error, 3 no server ran,
+  4 none left the headroom free and nothing is kept (HF167), 130 interrupted
 """
-KEEP, MISSED, UNUSABLE, NOT_RUNNING, INTERRUPTED = 0, 1, 2, 3, 130
+KEEP, MISSED, UNUSABLE, NOT_RUNNING, TOO_TIGHT, INTERRUPTED = 0, 1, 2, 3, 4, 130
 TRIALS_WANTED, SHORTEST_TRIAL_S, LONGEST_TRIAL_S = 50, 8.0, 30.0
 """A trial's length where none is set: so that about so many fit, with time to start servers, within these."""
 
@@ -115,7 +117,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     try:
         with sigterm_as_ctrl_c():
-            result = tuned(arguments)
+            result, error = tuned(arguments)
     except ModelError as error:  # 1 would say that there is a command.
         say_error(error)
         return UNUSABLE
@@ -125,11 +127,15 @@ def run(arguments: argparse.Namespace) -> int:
         say_json(json.loads(msgspec.json.encode(result)))
     else:
         say(lines(result))
+        if error is not None:
+            say_error(error)
     if result.interrupted and not arguments.quiet:
         again = "the same command goes on" if arguments.resume else "--resume FILE keeps trials, to go on with later"
         print(f"holdfast: {again}", file=sys.stderr)
     if result.interrupted:
         return INTERRUPTED
+    if error is not None:
+        return TOO_TIGHT
     if result.command is None:
         return NOT_RUNNING
     return KEEP if result.held else MISSED
@@ -152,13 +158,16 @@ def _arrivals(source: str, prefix_tokens: int) -> tuple[Arrival, ...]:
         raise
 
 
-def tuned(arguments: argparse.Namespace) -> TuneResult:
+def tuned(arguments: argparse.Namespace) -> tuple[TuneResult, HoldfastError | None]:
+    """What was found, and why nothing is kept of it although servers ran."""
     from holdfast.tune.configuration import DEFAULT, program
     from holdfast.tune.measure import ServerTrials
     from holdfast.tune.result import make_result
     from holdfast.tune.space.axes import space_of
+    from holdfast.tune.space.headroom import no_headroom
     from holdfast.tune.space.plans import Planner
     from holdfast.tune.space.pruning import PrunedAgainst, Survivors, most_goodput, survivors
+    from holdfast.tune.trial import NO_HEADROOM
     from holdfast.tune.tuner import Tuner
 
     began_s, speed = time.monotonic(), _speed(arguments.speed)
@@ -203,12 +212,16 @@ def tuned(arguments: argparse.Namespace) -> TuneResult:
     )
     outcome = tuner.run()
     progress.end()
-    return make_result(
+    error = None
+    if outcome.verdict == NO_HEADROOM:
+        error = no_headroom(outcome.trials, settings.headroom, planner, settings.arrivals, model=arguments.model)
+    result = make_result(
         outcome, choices(*outcome.pace), model=arguments.model, engine=arguments.engine, flags=settings.flags,
         source=shorten(arguments.traffic), arrivals=settings.arrivals, replay=trials.replay(*outcome.pace),
         trial_s=settings.seconds, objectives=settings.objectives, headroom=settings.headroom, lossy=arguments.lossy,
-        seconds=used_s(), left_out=space.left_out,
+        seconds=used_s(), left_out=space.left_out, error=error,
     )  # fmt: skip
+    return result, error
 
 
 def _trial_settings(arguments: argparse.Namespace) -> TrialSettings:

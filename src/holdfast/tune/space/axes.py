@@ -94,9 +94,12 @@ def _ladder(default: int, least: int, *, keep: bool) -> tuple[Value | None, ...]
 
 
 def _lengths(served: int, arrivals: Sequence[Arrival]) -> tuple[Value | None, ...]:
-    wanted = LENGTH_MARGIN * longest(arrivals)
-    length = -int(-wanted // LENGTH_STEP) * LENGTH_STEP
+    length = length_of_traffic(arrivals)
     return (length, None) if length < served else (None,)
+
+
+def length_of_traffic(arrivals: Sequence[Arrival]) -> int:
+    return -int(-LENGTH_MARGIN * longest(arrivals) // LENGTH_STEP) * LENGTH_STEP
 
 
 def longest(arrivals: Sequence[Arrival]) -> int:

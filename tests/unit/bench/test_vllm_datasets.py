@@ -1,0 +1,169 @@
+"""vLLM's datasets out of files: which prompts, how long, when; and what is refused, with what works instead."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.bench.as_vllm import datasets, serve, serve_dataset
+from holdfast.bench.load.load import Load
+from holdfast.bench.load.prompts import RequestMaker
+from holdfast.errors import ConfigurationError
+
+
+def words(text: str) -> int:
+    return len(text.split())
+
+
+def written(path: Path, rows: Sequence[object]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def asked(*given: str) -> Any:
+    """What `bench serve` would send: of a server that counts a token for two characters, and five for its template."""
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    arguments = parser.parse_args(list(given))
+    serve_dataset.check(arguments)
+    found = serve_dataset.requests_of(arguments, lambda texts: (0.5, 5.0))
+    load = Load(url="http://127.0.0.1:1", path="/v1/completions", **serve_dataset.load_fields(arguments, found))
+    maker = RequestMaker(load)
+    count = load.requests or 3
+    return load, [json.loads(maker.conversation(at).ask().body) for at in range(count)]
+
+
+def test_a_conversation_is_asked_as_long_as_it_was_answered(tmp_path: Path) -> None:
+    def conversation(prompt: str, answer: str) -> dict[str, object]:
+        return {"conversations": [{"from": "human", "value": prompt}, {"from": "gpt", "value": answer}]}
+
+    rows = [
+        conversation("a question of thirty letters", "an answer"),
+        conversation("no", "too short a question"),
+        conversation("a question of many letters", "x" * 5000),
+        conversation("another question of letters", "an answer that is somewhat longer"),
+        {"conversations": [{"from": "human", "value": "nobody answered this one"}]},
+    ]
+    path = tmp_path / "sharegpt.json"
+    path.write_text(json.dumps(rows))
+    given = ("--dataset-name", "sharegpt", "--dataset-path", str(path), "--disable-shuffle", "--num-prompts", "3")
+    load, sent = asked(*given)
+    assert [one["prompt"] for one in sent] == [rows[at]["conversations"][0]["value"] for at in (0, 3, 0)]  # type: ignore[index]
+    assert [one["max_tokens"] for one in sent] == [4, 16, 4]
+    load, sent = asked(*given[:-1], "9", "--no-oversample", "--sharegpt-output-len", "7")
+    assert [one["max_tokens"] for one in sent] == [7, 7, 7]  # An answer that is too long is none then.
+    assert load.requests == 3
+    shuffled = [one["prompt"] for one in asked(*given[:4], "--num-prompts", "2", "--seed", "3")[1]]
+    assert shuffled == [one["prompt"] for one in asked(*given[:4], "--num-prompts", "2", "--seed", "3")[1]]
+
+
+def test_prompts_of_lines_may_say_how_long_each_answer_is(tmp_path: Path) -> None:
+    path = written(tmp_path / "p.jsonl", [{"prompt": f"p{at}", "output_tokens": 10 + at} for at in range(3)])
+    given = ("--dataset-name", "custom", "--dataset-path", path, "--num-prompts", "3")
+    _, sent = asked(*given, "--custom-output-len", "-1")
+    assert sorted((one["prompt"], one["max_tokens"]) for one in sent) == [("p0", 10), ("p1", 11), ("p2", 12)]
+    assert {one["max_tokens"] for one in asked(*given)[1]} == {256}
+    bad = written(tmp_path / "q.jsonl", [{"prompt": "p"}])
+    with pytest.raises(ConfigurationError, match="cannot be read as custom"):
+        asked("--dataset-name", "custom", "--dataset-path", bad, "--custom-output-len", "-1")
+
+
+def test_benchmarks_of_speculation_are_asked_by_their_first_turn(tmp_path: Path) -> None:
+    rows = [{"turns": [f"{kind} {at}", "and?"], "category": kind} for kind in ("math", "writing") for at in range(2)]
+    path = written(tmp_path / "question.jsonl", rows)
+    given = ("--dataset-name", "spec_bench", "--dataset-path", path, "--num-prompts", "4")
+    assert sorted(one["prompt"] for one in asked(*given)[1]) == ["math 0", "math 1", "writing 0", "writing 1"]
+    _, sent = asked(*given, "--spec-bench-category", "math", "--spec-bench-output-len", "9")
+    assert {(one["prompt"], one["max_tokens"]) for one in sent} == {("math 0", 9), ("math 1", 9)}
+    with pytest.raises(ConfigurationError, match="spec_bench"):
+        asked(*given, "--spec-bench-category", "cooking")
+    written(tmp_path / "throughput_1k.jsonl", [{"messages": [{"role": "user", "content": "long"}], "category": "a"}])
+    folder = ("--dataset-name", "speed_bench", "--dataset-path", str(tmp_path), "--num-prompts", "1")
+    _, sent = asked(*folder, "--speed-bench-dataset-subset", "throughput_1k")
+    assert [(one["prompt"], one["max_tokens"]) for one in sent] == [("long", 4096)]
+
+
+def test_sonnets_begin_alike_and_are_as_long_as_asked(tmp_path: Path) -> None:
+    path = tmp_path / "sonnet.txt"
+    path.write_text("".join(f"line {at:03} of a poem that has many of them\n\n" for at in range(60)))
+    given = ("--dataset-name", "sonnet", "--dataset-path", str(path), "--num-prompts", "5")
+    _, sent = asked(*given)
+    prompts = [one["prompt"] for one in sent]
+    lengths = [5 + 0.5 * len(prompt) for prompt in prompts]
+    assert all(500 < length <= 552 for length in lengths)
+    assert len(set(prompts)) == 5
+    common = prompts[0][: min(at for at, pair in enumerate(zip(*prompts, strict=False)) if len(set(pair)) > 1)]
+    assert 180 < 5 + 0.5 * len(common) < 225
+    assert {one["max_tokens"] for one in sent} == {150}
+    assert len(asked(*given, "--input-len", "200", "--sonnet-prefix-len", "0")[1][0]["prompt"]) < 400
+    for flags in (("--sonnet-input-len", "10"), ("--sonnet-prefix-len", "600")):
+        with pytest.raises(ConfigurationError) as refused:
+            asked(*given, *flags)
+        assert flags[0] in str(refused.value)
+
+
+def test_lengths_of_a_table_are_drawn(tmp_path: Path) -> None:
+    path = tmp_path / "burst.csv"
+    head = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+    rows = ["5,ChatGPT,1,2,3,x", "6,GPT-4,40,0,40,x", *(f"7,GPT-4,{20 + at},{5 + at},9,x" for at in range(4))]
+    path.write_text(head + "\n".join(rows))
+    given = ("--dataset-name", "burstgpt", "--dataset-path", str(path))
+    load, sent = asked(*given, "--num-prompts", "4")
+    assert sorted(load.lengths) == [(20 + at, 5 + at) for at in range(4)]
+    assert [(words(one["prompt"]), one["max_tokens"]) for one in sent] == list(load.lengths)
+    assert len(asked(*given, "--num-prompts", "9")[0].lengths) == 9
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(ConfigurationError, match="read as burstgpt"):
+        asked(*given)
+
+
+def test_a_trace_has_times_and_common_beginnings(tmp_path: Path) -> None:
+    rows = [
+        {"timestamp": 2000 + 500 * at, "input_length": 40, "output_length": 3 + at, "hash_ids": [1, 2, 10 + at]}
+        for at in range(3)
+    ]
+    path = written(tmp_path / "trace.jsonl", rows)
+    given = ("--dataset-name", "timed_trace", "--dataset-path", path, "--timed-trace-sec-multiplier", "0.001")
+    load, _ = asked(*given)
+    assert [(one.at_s, one.prompt_tokens, one.output_tokens) for one in load.replay] == [
+        (0.0, 40, 3), (0.5, 40, 4), (1.0, 40, 5),
+    ]  # fmt: skip
+    assert asked(*given, "--no-self-timed")[0].replay == ()
+    found = datasets.timed_trace(
+        path, 2, labels=("timestamp", "input_length", "output_length", "hash_ids"), seconds=0.001
+    )
+    first, second = (prompt.split() for prompt in serve_dataset.prompts_of_chunks(found, 16, 1.0))
+    assert len(first) == len(second) == 40
+    assert first[:32] == second[:32]
+    assert first[32:] != second[32:]
+    with pytest.raises(ConfigurationError, match="--self-timed is of requests that have times"):
+        asked("--self-timed")
+    with pytest.raises(ConfigurationError, match="timed_trace"):
+        asked(*given, "--timed-trace-label-input-length", "prompt")
+
+
+def test_ranges_may_differ_for_prompts_and_outputs() -> None:
+    load, _ = asked("--random-range-ratio", '{"input": 0.5}', "--random-input-len", "100", "--random-output-len", "10")
+    assert (load.prompt.low, load.prompt.high, load.output.low, load.output.high) == (50, 150, 10, 10)
+    for text in ("1.5", "much", '{"input": 2}', "[1]"):
+        with pytest.raises(ConfigurationError, match="--random-range-ratio"):
+            datasets.parse_range_ratio(text)
+
+
+def test_what_needs_a_download_or_pictures_is_refused_with_what_works() -> None:
+    for name in datasets.REFUSED:
+        with pytest.raises(ConfigurationError) as refused:
+            asked("--dataset-name", name, "--dataset-path", "x", "--hf-split", "train")
+        assert name in refused.value.message
+        assert "--dataset-name custom" in (refused.value.fix or "") or "random" in (refused.value.fix or "")
+    for name in ("sonnet", "sharegpt", "poems"):
+        with pytest.raises(ConfigurationError, match=name):
+            asked("--dataset-name", name)
+    with pytest.raises(ConfigurationError) as refused:
+        asked("--dataset-name", "sonnet", "--dataset-path", "no/such/file")
+    assert "No such file" in str(refused.value)
