@@ -268,6 +268,11 @@ def test_machines_have_the_flags_of_one_engine() -> None:
     for name in ("model", "nnodes", "tensor_parallel_size", "pipeline_parallel_size", "master_addr", "master_port"):
         assert getattr(head, name) == getattr(other, name), name
     assert server.drain_timeout == headless.drain_timeout
+    assert head.device == other.device == "auto"
+    for template in templates().values():
+        [main] = template["spec"]["containers"]
+        assert main["resources"]["limits"]["nvidia.com/gpu"] == head.tensor_parallel_size, "a rank for each GPU"
+        assert template["spec"]["tolerations"] == pod("gpu.yaml")["tolerations"]
     assert head.node_timeout >= 3600  # As long as the startup probe waits.
 
 
@@ -286,8 +291,8 @@ def test_the_service_has_the_leader_alone_and_nodes_have_their_secret() -> None:
         assert template["spec"]["enableServiceLinks"] is False
 
 
-def test_the_leader_is_the_deployment_of_a_cpu_with_other_flags() -> None:
-    one, [leader] = container("cpu.yaml"), templates()["leader"]["spec"]["containers"]
+def test_the_leader_is_the_deployment_of_a_gpu_with_other_flags() -> None:
+    one, [leader] = container("gpu.yaml"), templates()["leader"]["spec"]["containers"]
     for name in ("ports", "startupProbe", "readinessProbe", "livenessProbe", "lifecycle", "securityContext", "image"):
         assert leader[name] == one[name], name
-    assert pod("cpu.yaml")["securityContext"] == templates()["leader"]["spec"]["securityContext"]
+    assert pod("gpu.yaml")["securityContext"] == templates()["leader"]["spec"]["securityContext"]
