@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from holdfast.errors import ConfigurationError, ModelNotFoundError
 from holdfast.prefix_store.files.calls import Calls
@@ -129,20 +130,19 @@ class StoreInspection:
 
     def prune(self, *, size_bytes: int | None, unused_s: float | None, model: str | None) -> PruneResult:
         """Pages leave: of this model (a part of its label or the beginning of its name; None: of all) those that were
-        not used for so long (None: all), and then of any model the least recently used, until no more than the size
-        is left. ModelNotFoundError where there is no such model: then nothing leaves."""
-        pages = 0
+        not used for so long (None: all); with a size the least recently used of these, until all that the store has is
+        no more than that. ModelNotFoundError where there is no such model: then nothing leaves."""
         with self._locked():
             room = Room(self._folder, None, self._calls)
             before = room.tidy()
-            if unused_s is not None or model is not None or size_bytes is None:
-                with room.slabs() as slabs:
-                    named = [slab for slab in slabs if model is None or _is_named(slab, model)]
-                    if model is not None and not named:
-                        raise self._no_model(model, slabs)
-                    pages += sum(self._forget(slab, unused_s) for slab in named)
+            with room.slabs() as slabs:
+                named = [slab for slab in slabs if model is None or _is_named(slab, model)]
+                if model is not None and not named:
+                    raise self._no_model(model, slabs)
+                pages = 0 if size_bytes is not None else sum(self._forget(slab, unused_s) for slab in named)
+                names = {slab.name for slab in named}
             if size_bytes is not None:
-                pages += room.evict(size_bytes)
+                pages = room.evict(size_bytes, among=lambda slab: self._unused(slab, unused_s) & (slab.name in names))
             left = room.tidy()
         return PruneResult(pages, before - left, left)
 
@@ -155,16 +155,19 @@ class StoreInspection:
         )
 
     def _forget(self, slab: Slab, unused_s: float | None) -> int:
-        """Pages only: what is being written is another's."""
-        there = pages_in(slab.index.records)
-        if unused_s is not None:
-            there = there & (slab.index.records["used"] < (self._calls.now() - unused_s) * 1e6)
-        else:
+        if unused_s is None:
             clear_uses(slab.uses_path, self._calls)
-        slots = np.flatnonzero(there).tolist()
+        slots = np.flatnonzero(self._unused(slab, unused_s)).tolist()
         slab.index.free(slots)
         slab.give_back()
         return len(slots)
+
+    def _unused(self, slab: Slab, unused_s: float | None) -> NDArray[np.bool_]:
+        """Pages only: what is being written is another's. None: all of them."""
+        there = pages_in(slab.index.records)
+        return (
+            there if unused_s is None else there & (slab.index.records["used"] < (self._calls.now() - unused_s) * 1e6)
+        )
 
     def _verify(self, slab: Slab, forget: bool, progress: Callable[[int], None]) -> VerifiedPrefixes:
         suspects: list[tuple[int, int]] = []

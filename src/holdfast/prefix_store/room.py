@@ -22,6 +22,7 @@ ABANDONED_US = 60_000_000
 """A page that is being written for longer than this was left by a process that ended."""
 AHEAD = 256
 """A part of this many of the whole is evicted at once: finding what leaves reads all indexes."""
+Among = Callable[[Slab], NDArray[np.bool_]]
 
 
 class Room:
@@ -52,9 +53,10 @@ class Room:
         end = len(own.index.records)
         return sorted([*held, *again, *range(end, end + more - len(again))])
 
-    def evict(self, target_bytes: int, *, keep_own_space: bool = False) -> int:
+    def evict(self, target_bytes: int, *, keep_own_space: bool = False, among: Among | None = None) -> int:
         """Until no more than this is in use. `keep_own_space`: that of the own slab's pages is not given back to the
-        file system, and counts as free. Returns the number of pages; counts the whole anew."""
+        file system, and counts as free. `among`: slots that may leave, of a slab; None: all. Returns the number of
+        pages; counts the whole anew."""
         if self._before_evicting is not None:
             self._before_evicting()
         now_us = int(self._calls.now() * 1e6)
@@ -65,7 +67,7 @@ class Room:
             free = 0
             if keep_own_space and self._own is not None:
                 free = len(self._own.index.held()) * self._own.slot_bytes
-            leaving = _oldest(slabs, total - free - target_bytes, now_us)
+            leaving = _oldest(slabs, total - free - target_bytes, now_us, among)
             for slab, slots in leaving:
                 slab.index.free(slots)
             total -= sum(slab.give_back() for slab in giving)
@@ -126,7 +128,7 @@ def _abandoned(records: Records, now_us: int) -> NDArray[np.bool_]:
     return np.asarray(_writing(records) & (np.uint64(now_us) - since > ABANDONED_US))
 
 
-def _oldest(slabs: Sequence[Slab], needed_bytes: int, now_us: int) -> list[tuple[Slab, list[int]]]:
+def _oldest(slabs: Sequence[Slab], needed_bytes: int, now_us: int, among: Among | None) -> list[tuple[Slab, list[int]]]:
     """Slots whose pages are to leave, by slab."""
     if needed_bytes <= 0 or not slabs:
         return []
@@ -134,7 +136,8 @@ def _oldest(slabs: Sequence[Slab], needed_bytes: int, now_us: int) -> list[tuple
     for number, slab in enumerate(slabs):
         records = slab.index.records
         abandoned = _abandoned(records, now_us)
-        able = np.flatnonzero((records["generation"] != 0) & (~_writing(records) | abandoned))
+        able = (records["generation"] != 0) & (~_writing(records) | abandoned)
+        able = np.flatnonzero(able if among is None else able & among(slab))
         stamps = np.minimum(records["used"][able], np.uint64(now_us))
         used.append(np.where(abandoned[able], np.uint64(0), stamps))
         slots.append(able)

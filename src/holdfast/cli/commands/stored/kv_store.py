@@ -51,7 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         one.add_argument("folder", metavar="DIR", help="as in --kv-store DIR")
         one.add_argument("--json", action="store_true", help="print JSON")
     verify.add_argument("--forget", action="store_true", help="remove damaged pages from the index")
-    prune.add_argument("--size", metavar="SIZE", help="remove the least recently used until no more is left: 20GiB")
+    prune.add_argument(
+        "--size", metavar="SIZE", help="only so many that no more is left, the least recently used first: 20GiB"
+    )
     prune.add_argument("--older-than", metavar="TIME", help="only pages that were not used for so long: 12h, 7d")
     prune.add_argument("--model", metavar="NAME", help="only pages of models with this in their name or id")
     prune.add_argument("--all", action="store_true", help="all pages")
