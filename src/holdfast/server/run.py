@@ -45,6 +45,8 @@ KEEP_ALIVE_S = 650
 """For connections without a request. Longer than clients and proxies keep theirs (httpx 5 s, aiohttp 15, nginx and AWS
 60, Google 600): they must be the first to close, or a request that is just sent meets a closed connection. Where there
 are too many, the oldest are closed for others all the same."""
+FAREWELL_S = 0.5
+"""At the end, for connections without a request: TLS waits for the peer's word, and a client's pool does not listen."""
 STOP_TIMEOUT_S = 5.0
 FAILURE_POLL_S = 0.1
 LAST_ANSWERS_S = 2.0
@@ -162,10 +164,20 @@ class HttpServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._accepting is not None:
             self._accepting.stop()
-        await super().shutdown(sockets)
+        unasked = [one for one in cast("set[connection.Connection]", self.server_state.connections) if one.idle]
+        late = asyncio.get_running_loop().call_later(FAREWELL_S, _drop, unasked)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            late.cancel()
 
     def _connection(self, full: bool) -> asyncio.Protocol:
         return connection.Connection(config=self.config, server_state=self.server_state, app_state={}, full=full)
+
+
+def _drop(connections: list[connection.Connection]) -> None:
+    for one in connections:
+        one.drop()
 
 
 async def serve(

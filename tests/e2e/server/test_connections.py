@@ -314,6 +314,20 @@ def test_who_does_not_agree_on_tls_makes_room(launch, tmp_path):
         assert everything(silent[0]) == b""
 
 
+def test_the_end_does_not_wait_for_who_asks_nothing(launch, tmp_path, caplog):
+    """A pool of a client keeps its connection and does not read, so TLS would wait for an answer to its farewell."""
+    from holdfast.config import ServerConfig
+    from holdfast.server.http.tls import tls_of
+
+    key, certificate = self_signed(tmp_path)
+    server = launch(tls=tls_of(ServerConfig(ssl_keyfile=key, ssl_certfile=certificate)))
+    trusted = ssl.create_default_context(cafile=certificate)
+    with trusted.wrap_socket(connect(server), server_hostname="127.0.0.1") as client:
+        assert get(client, "/health")[0].split()[1] == b"200"
+        server.stop()
+        assert "graceful shutdown exceeded" not in caplog.text
+
+
 class Idle:
     """As `accepting` sees a connection."""
 

@@ -200,6 +200,12 @@ class Connection(HttpToolsProtocol):
             return (_HALF_ASKED, since_s) if unasked else None
         return (_UNREAD if self.transport.get_write_buffer_size() else _IDLE), since_s
 
+    @property
+    def idle(self) -> bool:
+        """It is open, and carries no request."""
+        rank = self.expendable
+        return rank is not None and rank[0] == _IDLE
+
     def drop(self) -> None:
         self.transport.abort()
 
