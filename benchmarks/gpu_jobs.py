@@ -74,9 +74,11 @@ class Running:
                 words, cwd=folder, env=environment, stdout=out, stderr=out, stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )  # fmt: skip
+        self._itself, self._begun = psutil.Process(self._process.pid), set[psutil.Process]()
 
     def ended(self) -> dict[str, Any] | None:
         """None: it runs."""
+        self._look()
         late = time.monotonic() > self._until
         if self._process.poll() is None and not late:
             return None
@@ -87,16 +89,19 @@ class Running:
         return {"ended": found, "seconds": seconds, "last": lines[-1][:300] if lines else ""}
 
     def end(self) -> None:
-        """With all that it started, servers in sessions of their own too: what stays would hold the GPU's memory."""
-        begun = list[psutil.Process]()
-        with contextlib.suppress(psutil.NoSuchProcess):
-            begun = psutil.Process(self._process.pid).children(recursive=True)
+        """With all that it was seen to start, servers in sessions of their own too, also where it has ended by itself:
+        what stays would hold the GPU's memory."""
+        self._look()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        for one in begun:
-            with contextlib.suppress(psutil.NoSuchProcess):
+        for one in self._begun:
+            with contextlib.suppress(psutil.NoSuchProcess):  # Also where another process has its number by now.
                 one.kill()
         self._process.wait()
+
+    def _look(self) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self._begun.update(self._itself.children(recursive=True))
 
 
 class Jobs:

@@ -225,24 +225,17 @@ class KVCache:
             self._count_hit(book, prefix, tokens_looked_up)
         book.fetch = None
 
-    def found_in_pool(self, book: SequenceBlocks, prefix: Prefix) -> int:
-        """Tokens of a prefix that is about to be adopted which no tier below the pool was asked for."""
-        fetch = book.fetch
-        return prefix.tokens if fetch is None else min(prefix.tokens, fetch.before * self.layout.block_tokens)
-
     def _count_hit(self, book: SequenceBlocks, prefix: Prefix, tokens_looked_up: int) -> None:
-        in_pool = self.found_in_pool(book, prefix)
+        tokens, fetch, block_tokens = prefix.tokens, book.fetch, self.layout.block_tokens
+        in_pool = tokens if fetch is None else min(tokens, fetch.before * block_tokens)
         self.queries_total += tokens_looked_up
         self.hits_total += in_pool
         if self.tiers is None:
             return
         self.below_queries_total += tokens_looked_up - in_pool
-        left = prefix.tokens - in_pool
-        for tier, blocks in ({} if book.fetch is None else book.fetch.blocks).items():
-            found = min(left, blocks * self.layout.block_tokens)
-            self.below_hits_total[tier] += found
-            left -= found
-        found_blocks = prefix.tokens // self.layout.block_tokens
+        for tier, came in ({} if fetch is None else fetch.came(tokens, block_tokens)).items():
+            self.below_hits_total[tier] += came
+        found_blocks = tokens // block_tokens
         for group, first in enumerate(prefix.first_entries):
             self.tiers.note_use(group, book.hashes[first:found_blocks])
         book.used_before = found_blocks + self.tiers.used_before(book.hashes[found_blocks:])

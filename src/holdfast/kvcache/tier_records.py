@@ -93,6 +93,14 @@ class Fetch:
     """Of its prefix, that came from each tier."""
     dropped: bool = False
 
+    def came(self, tokens: int, block_tokens: int) -> dict[Tier, int]:
+        """Of so many tokens of the prefix, those from each tier. What others computed meanwhile came from none."""
+        left, found = max(0, tokens - self.before * block_tokens), dict[Tier, int]()
+        for tier, blocks in self.blocks.items():
+            found[tier] = min(left, blocks * block_tokens)
+            left -= found[tier]
+        return found
+
 
 @dataclass(frozen=True, slots=True)
 class FoundBelow:

@@ -296,7 +296,9 @@ class Scheduler(Results):
         if sequence.scheduled_s is None:
             sequence.scheduled_s = now_s
             sequence.cached_tokens = min(prefix.tokens, sequence.prompt_length)
-            sequence.fetched_tokens = max(0, sequence.cached_tokens - kv.found_in_pool(book, prefix))
+            if book.fetch is not None:
+                came = book.fetch.came(prefix.tokens, kv.layout.block_tokens)
+                sequence.fetched_tokens = min(sequence.cached_tokens, sum(came.values()))
         if book.fetch is not None:
             kv.end_fetch(book)
             self._fetching.end(sequence)

@@ -71,12 +71,13 @@ def test_how_each_ended_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert json.loads((tmp_path / "jobs.json").read_text())["jobs"] == found
 
 
-def test_a_server_that_a_job_started_ends_with_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("job_s", [60, 0.5], ids=["late", "by itself"])
+def test_a_server_that_a_job_started_ends_with_it(tmp_path: Path, job_s: float) -> None:
     """In a session of its own too, as those of tests are."""
     begins = (
         "import subprocess, sys, time; one = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'],"
     )
-    code = f"{begins} start_new_session=True); open('server', 'w').write(str(one.pid)); time.sleep(60)"
+    code = f"{begins} start_new_session=True); open('server', 'w').write(str(one.pid)); time.sleep({job_s})"
     ran(tmp_path, Job("test", "some", f'python -c "{code}"', 3, 1))
     server = psutil.pid_exists(int((tmp_path / "server").read_text()))
     assert not server or psutil.Process(int((tmp_path / "server").read_text())).status() == psutil.STATUS_ZOMBIE
