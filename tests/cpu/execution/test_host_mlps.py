@@ -482,6 +482,28 @@ def test_as_many_as_are_worth_it_beside_copies(
     hosts.close()
 
 
+def test_what_was_measured_counts_where_a_larger_step_cannot_be(
+    layers: DeviceLayers, mlp: native.ExpertLayer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = SharedMemory(EVEN)
+    use_link(monkeypatch, layers, memory)
+    monkeypatch.setattr(host_mlps, "measure_layers", memory.measure_layers)
+    bring = layers.bring_more
+
+    def fail_beside_four() -> tuple[float, int]:
+        if memory._computing == 4:
+            raise RuntimeError("CUDA error: simulated")
+        return bring()
+
+    monkeypatch.setattr(layers, "bring_more", fail_beside_four)
+    hosts = decided(layers, GIB, mlp)
+    assert hosts.joined is not None
+    assert (hosts.joined.few_tokens, hosts.decision.source) == (2, "measured")
+    assert "by tokens of a step (1/2)" in hosts.joined.reason
+    assert "larger steps were not measured (copies failed: CUDA error: simulated)" in hosts.joined.reason
+    hosts.close()
+
+
 @pytest.mark.parametrize("how", ["not timed", "failed"])
 def test_what_cannot_be_measured_at_once_is_estimated_as_in_plans(
     how: str, layers: DeviceLayers, mlp: native.ExpertLayer, monkeypatch: pytest.MonkeyPatch

@@ -325,6 +325,9 @@ class HostMlps:
                 late = "; larger steps were not measured, for want of time"
                 break
             together = self._beside.timed(partial(mlp_s, size))
+            if together is None and found:
+                late = f"; larger steps were not measured ({self._beside.why_not})"
+                break
             if together is None:
                 return None
             if not in_a_row:  # One token is what the host computes for most.
