@@ -216,6 +216,33 @@ def test_a_context_that_a_set_pool_does_not_hold_is_refused_with_one_that_does()
     assert planned(gpus, 1, **asked, kv_cache_memory_bytes=int(size[1]) * MIB).fits
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_stages_stay_even_where_they_hold_all_kv_that_is_of_use(first: bool) -> None:
+    """One sequence of 1,024 tokens: more KV would be of no use, and a longer stage is a slower step."""
+    gpus = [card(0), card(1, free_gib=13)] if first else [card(0, free_gib=13), card(1)]
+    few = {"pipeline_parallel_size": 2, "max_num_seqs": 1, "max_model_len": 1024}
+    plan = planned(gpus, 1, **few)
+    assert (plan.engine.blocks, plan.stage_ends) == (65, ())
+    assert [stage.layers for stage in plan.engine.stages] == [16, 16]
+    assert "room of their GPUs" not in next(
+        one.reason for one in plan.decisions if one.field == "pipeline_parallel_size"
+    )
+    many = planned(gpus, 1, pipeline_parallel_size=2)
+    assert len({stage.layers for stage in many.engine.stages}) == 2
+    within = planned(gpus, 1, pipeline_parallel_size=2, kv_cache_memory_bytes=GIB)
+    assert [stage.layers for stage in within.engine.stages] == [16, 16], "a set pool is all that is of use"
+
+
+def test_a_neighbour_of_a_few_mib_changes_no_cut() -> None:
+    free = card(1).free_bytes
+    near = [card(0, free_gib=20), replace(card(1), free_bytes=20 * GIB - 100 * MIB)]
+    plan = planned(near, 1, pipeline_parallel_size=2)
+    assert [stage.layers for stage in plan.engine.stages] == [16, 16]
+    assert plan.engine.blocks <= min(rank.left_bytes for rank in plan.stage_ranks) // plan.engine.layout.page_bytes
+    far = planned([card(0), replace(card(1), free_bytes=free - 6 * GIB)], 1, pipeline_parallel_size=2)
+    assert far.stage_ends
+
+
 def test_equal_gpus_have_the_stages_that_they_had() -> None:
     plan = planned([card(0), card(1)], 1, pipeline_parallel_size=2)
     assert (plan.stage_ranks, plan.stage_ends) == ((), ())

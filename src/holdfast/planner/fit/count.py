@@ -136,7 +136,7 @@ def _ends(question: Question, tensor_parallel: int, limits: Limits) -> tuple[int
     def share(device: Device, stage: int, of_stage: range) -> Share:
         return _share(question, device, stage, of_stage, tensor_parallel, limits)
 
-    return tuple(planned_ends(question, tensor_parallel, share, weights))
+    return tuple(planned_ends(question, tensor_parallel, share, weights, limits.max_num_seqs))
 
 
 def _share(
@@ -211,7 +211,7 @@ def _engine_stages(question: Question, limits: Limits) -> EngineStages:
     def share(device: Device, stage: int | None, ends: tuple[int, ...]) -> Share:
         return _engine_share(question, device, limits, 0, stage, ends)
 
-    return engine_stages(question, weights, partial(_gpu_shares, question, weights, types[0]), share, types)
+    return engine_stages(question, weights, partial(_gpu_shares, question, weights, types[0]), share, types, limits)
 
 
 def _gpu_shares(question: Question, weights: EngineWeights, dtype: str, ends: tuple[int, ...] = ()) -> RankShares:

@@ -163,7 +163,7 @@ class Settings:
     """Of this engine on a CPU, as is what follows: auto, always or never."""
     attention_backend: str = "auto"
     kv_cache_memory_bytes: int | None = None
-    """Of the KV pool; None: what is left of the budget, or the default."""
+    """Of the KV pool, on a GPU too; None: what is left of the budget, or the default."""
     lora_copies: int = 0
     """Adapters that are kept in addition to those in slots."""
     streamed_layers: int = 0

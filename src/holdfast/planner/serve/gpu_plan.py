@@ -187,6 +187,7 @@ def _gpu_plan(
             expert_parallel=config.enable_expert_parallel and config.tensor_parallel_size > 1,
             expert_placement=config.expert_placement_strategy,
             front_bytes=front_bytes,
+            kv_cache_memory_bytes=config.kv_cache_memory_bytes,
         ),
         decisions=(*decisions, *expert_parallel_said(config)),
     )
