@@ -3,6 +3,7 @@ loaded, by the rank that cannot be."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -176,6 +177,70 @@ def test_a_model_that_does_not_fit_evenly_fits_gpus_that_differ() -> None:
         planned([tight, replace(tight, uuid="GPU-0", index=0)], 1, pipeline_parallel_size=2)
     with pytest.raises(DoesNotFitError, match=r"does not fit on NVIDIA GeForce RTX 4090 \(GPU \d, stage \d\)"):
         planned([card(0, 10, 10), card(1, 8, 8)], 1, pipeline_parallel_size=2)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_pool_that_is_set_holds_for_each_gpu(first: bool) -> None:
+    """Whichever stage has the larger pages: no GPU has a larger pool than was set, and one has all of it."""
+    gpus = [card(0), small(1)] if first else [small(0), card(1)]
+    plan = planned(gpus, 1, pipeline_parallel_size=2, kv_cache_memory_bytes=GIB)
+    pools = [plan.engine.blocks * plan.engine.layout_of(rank).page_bytes for rank in range(2)]
+    assert max(pools) <= GIB < max(pools) * (plan.engine.blocks + 1) / plan.engine.blocks
+    assert plan.engine.most_blocks == plan.engine.blocks
+    assert all(pool <= rank.left_bytes for pool, rank in zip(pools, plan.stage_ranks, strict=True))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_pool_that_a_stage_has_no_room_for_is_refused_with_one_that_it_has(first: bool) -> None:
+    gpus = [card(0), small(1)] if first else [small(0), card(1)]
+    free = planned(gpus, 1, pipeline_parallel_size=2, max_num_seqs=64)
+    largest = max(free.engine.layout_of(rank).page_bytes for rank in range(2)) * free.engine.blocks
+    asked = {"pipeline_parallel_size": 2, "max_num_seqs": 64}
+    fits = planned(gpus, 1, **asked, kv_cache_memory_bytes=largest // MIB * MIB)
+    assert free.engine.blocks - 8 <= fits.engine.blocks <= free.engine.blocks
+    with pytest.raises(DoesNotFitError, match=r"the requested KV pool does not fit") as caught:
+        planned(gpus, 1, **asked, kv_cache_memory_bytes=largest + 64 * MIB)
+    error = caught.value
+    assert "left of the budget of stage" in str(error.found)
+    assert f"--kv-cache-memory-bytes {largest // MIB}MiB" in str(error.fix)
+
+
+def test_a_context_that_a_set_pool_does_not_hold_is_refused_with_one_that_does() -> None:
+    """Counted in the pages of the stage with the largest."""
+    gpus = [small(0), card(1)]
+    asked = {"pipeline_parallel_size": 2, "max_model_len": 8192, "max_num_seqs": 4}
+    with pytest.raises(DoesNotFitError, match="does not fit in the KV pool") as caught:
+        planned(gpus, 1, **asked, kv_cache_memory_bytes=400 * MIB)
+    size = re.search(r"--kv-cache-memory-bytes (\d+)MiB", str(caught.value.fix))
+    assert size is not None
+    assert planned(gpus, 1, **asked, kv_cache_memory_bytes=int(size[1]) * MIB).fits
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_stages_stay_even_where_they_hold_all_kv_that_is_of_use(first: bool) -> None:
+    """One sequence of 1,024 tokens: more KV would be of no use, and a longer stage is a slower step."""
+    gpus = [card(0), card(1, free_gib=13)] if first else [card(0, free_gib=13), card(1)]
+    few = {"pipeline_parallel_size": 2, "max_num_seqs": 1, "max_model_len": 1024}
+    plan = planned(gpus, 1, **few)
+    assert (plan.engine.blocks, plan.stage_ends) == (65, ())
+    assert [stage.layers for stage in plan.engine.stages] == [16, 16]
+    assert "room of their GPUs" not in next(
+        one.reason for one in plan.decisions if one.field == "pipeline_parallel_size"
+    )
+    many = planned(gpus, 1, pipeline_parallel_size=2)
+    assert len({stage.layers for stage in many.engine.stages}) == 2
+    within = planned(gpus, 1, pipeline_parallel_size=2, kv_cache_memory_bytes=GIB)
+    assert [stage.layers for stage in within.engine.stages] == [16, 16], "a set pool is all that is of use"
+
+
+def test_a_neighbour_of_a_few_mib_changes_no_cut() -> None:
+    free = card(1).free_bytes
+    near = [card(0, free_gib=20), replace(card(1), free_bytes=20 * GIB - 100 * MIB)]
+    plan = planned(near, 1, pipeline_parallel_size=2)
+    assert [stage.layers for stage in plan.engine.stages] == [16, 16]
+    assert plan.engine.blocks <= min(rank.left_bytes for rank in plan.stage_ranks) // plan.engine.layout.page_bytes
+    far = planned([card(0), replace(card(1), free_bytes=free - 6 * GIB)], 1, pipeline_parallel_size=2)
+    assert far.stage_ends
 
 
 def test_equal_gpus_have_the_stages_that_they_had() -> None:

@@ -19,6 +19,8 @@ from holdfast.kvcache.groups import KVLayout, form_groups
 from holdfast.models import ModelSpec, from_config
 from holdfast.models.stages import LayerStage, stage_spec
 from holdfast.planner.fit.count import _share
+from holdfast.planner.fit.search import fit
+from holdfast.planner.fit.stage_cuts import ends_for
 from holdfast.planner.report.text import lines
 from holdfast.planner.serve.ranks import NOT_WITH_RANKS, refuse_with_ranks
 from holdfast.planner.sizing.stages import PP_NOT_POSSIBLE, SHARES, cut_evenly, cut_for_rooms, divide_stages
@@ -215,3 +217,44 @@ def test_the_smallest_gpu_of_a_stage_decides_for_it() -> None:
     first, last = found.fit.stage_layers
     assert len(first) > 1.5 * len(last)
     assert all(rank.room_bytes >= found.fit.needed_bytes(rank) for rank in found.fit.ranks)
+
+
+def test_a_plan_keeps_stages_even_where_they_hold_all_that_runs_at_once() -> None:
+    """Of one short sequence more KV is of no use; of many it is."""
+    asked = {"gpu": "rtx4090,rtx4080", "pipeline_parallel_size": 2, "max_model_len": 4096}
+    even = plan("llama-3.1-8b", **asked, max_num_seqs=1)
+    assert even.fits
+    assert even.fit.stage_ends == ()
+    assert [len(one) for one in even.fit.stage_layers] == [16, 16]
+    assert "LAYER_PARTITION" not in "\n".join(lines(even, width=200))
+    many = plan("llama-3.1-8b", **asked, max_num_seqs=64)
+    assert many.fits
+    assert many.fit.stage_ends
+
+
+def test_a_cut_is_for_no_more_kv_than_is_of_use() -> None:
+    """Eight layers of 10 bytes, with a byte for each piece of KV: halves hold 2 in the smaller room."""
+    asked = list[int]()
+
+    def held(stage: int, first: int, last: int, kv: int) -> int:
+        asked.append(kv)
+        return (last - first) * (10 + kv)
+
+    rooms = [200, 48]
+    assert ends_for(held, rooms, rooms, [0, 4, 8], 2) == []
+    assert ends_for(held, rooms, rooms, [0, 4, 8], 3) == [0, 7, 8]
+    assert max(asked) == 3
+
+
+def test_gpus_whose_budgets_are_near_are_alike() -> None:
+    """A neighbour's few MiB are no reason for another cut; where halves do not hold what must fit, they are one."""
+    found = plan("llama-3.1-8b", gpu="rtx4090x2", pipeline_parallel_size=2)
+    question = replace(found.fit.question, settings=replace(found.fit.question.settings, tensor_parallel=1))
+    first, second = question.machine.devices
+
+    def ends(less_bytes: int) -> tuple[int, ...]:
+        devices = first, replace(second, budget_bytes=found.fit.ranks[1].budget_bytes - less_bytes)
+        return fit(replace(question, machine=replace(question.machine, devices=devices))).stage_ends
+
+    assert ends(100 << 20) == ()
+    assert len(ends(2 << 30)) == 3

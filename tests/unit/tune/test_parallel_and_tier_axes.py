@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.bench.load.load import Arrival
+from holdfast.errors import ConfigurationError
 from holdfast.tune.configuration import DEFAULT, ServerConfiguration, command_of
 from holdfast.tune.measure import ServerTrials, TrialSettings, with_empty_store
 from holdfast.tune.space.axes import TuneSpace, space_of
@@ -28,6 +29,7 @@ from holdfast.tune.trial import BETTER, ONLY, Stage, Trial, TuneOutcome
 from holdfast.tune.tuner import Tuner
 
 TRIAL_S, OFFERED = 10.0, 100.0
+CUT = "VLLM_PP_LAYER_PARTITION"
 SHORT = [Arrival(0.1 * at, 100, 20) for at in range(40)]
 LONG = [Arrival(0.1 * at, 3000, 1000) for at in range(200)]
 NOTHING_IN_COMMON, SEVERAL = CommonPrefixes(), CommonPrefixes(tokens=4000, count=80)
@@ -260,3 +262,24 @@ def test_a_model_with_layers_in_ram_has_settings_to_choose_too(gpu: str) -> None
     outcome = tuned(found, lambda one: 8.0 if one.value("max_num_seqs") == machine.values["max_num_seqs"][0] else 5.0)
     assert outcome.kept is not None
     assert outcome.kept.value("max_num_seqs") == machine.values["max_num_seqs"][0]
+
+
+@pytest.mark.parametrize(("cut", "layers"), [(None, [40, 40]), ("56,24", [56, 24])])
+def test_stages_of_vllm_are_planned_as_its_trials_cut_them(
+    cut: str | None, layers: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trial is started without a variable of its own, and with those of this process."""
+    monkeypatch.delenv(CUT, raising=False)
+    if cut is not None:
+        monkeypatch.setenv(CUT, cut)
+    settings = {"gpu": "l40s,l4", "max_model_len": "8192"}
+    staged = ServerConfiguration((("pipeline_parallel_size", 2),))
+    found = Planner("llama-3.1-70b-awq", engine="vllm", settings=settings).plan(staged)
+    assert [len(one) for one in found.stage_layers] == layers
+    assert found.fits == (cut is not None)
+    if cut is not None:  # A size that it is no cut for would not start.
+        monkeypatch.setenv(CUT, "30,30,20")
+        with pytest.raises(ConfigurationError, match="does not say how many layers"):
+            Planner("llama-3.1-70b-awq", engine="vllm", settings=settings).plan(staged)
+    own = Planner("llama-3.1-70b-awq", engine="holdfast", settings=settings).plan(staged)
+    assert [len(one) for one in own.stage_layers] == [56, 24]

@@ -41,6 +41,7 @@ from holdfast.doctor.check_command.remedies import (
     ways,
     with_fixes,
 )
+from holdfast.doctor.check_command.stage_cut import ill_cut, other_cut
 from holdfast.doctor.check_command.to_question import CommandMachine, question_for, replicas, without_draft
 from holdfast.doctor.check_command.unplanned import (
     budget_words,
@@ -225,7 +226,7 @@ def _planned(command: ServerCommand, machine: CommandMachine, version: str | Non
     first = [_ON_THIS_CPU] if doubtful and not runs_here else []
     seen = [*first, f"planned for {'' if machine.named else 'this machine: '}{devices}"]
     otherwise = None if machine.named else no_weights(command, question)  # A path may be of that machine.
-    otherwise = otherwise or stored_otherwise(command, question)
+    otherwise = otherwise or stored_otherwise(command, question) or ill_cut(command, question)
     if otherwise is not None:
         return [otherwise], [], seen
     if on_cpu and command.engine == "vllm":
@@ -408,7 +409,7 @@ def _does_not_fit(command: ServerCommand, told: PlanAnswer) -> Finding:
     weights = sum(term.nbytes for term in rank.terms if term.name == "weights")
     lines = [f"budget {format_bytes(rank.budget_bytes)} on {rank.device.name}"]
     lines += [f"{term.name} {format_bytes(term.nbytes)}" for term in terms[:3]]
-    fixes = [*_given_ram(told), *ways(command, told)]
+    fixes = [*_given_ram(told), *other_cut(command, told), *ways(command, told)]
     configured = any(way.kind in ("utilization", "context", "sequences", "configuration") for way in told.ways_out)
     budget = format_bytes(rank.budget_bytes)
     if weights > rank.budget_bytes:
@@ -423,8 +424,8 @@ def _does_not_fit(command: ServerCommand, told: PlanAnswer) -> Finding:
             f" {format_bytes(rank.room_bytes)} are left"
         )
     unused = next((way for way in told.ways_out if way.kind == "idle_gpus"), None)
-    if unused is not None and command.value("tensor-parallel-size") is None:
-        idle = len(told.question.machine.devices) - 1
+    idle = len(told.question.machine.devices) - len(fit.ranks)
+    if unused is not None and idle > 0 and command.value("tensor-parallel-size") is None:
         cause, what = "tensor_parallel_unused", f"{what}; and {idle} more GPU{'s are' if idle > 1 else ' is'} idle"
         fixes.sort(key=lambda fix: profile(command.engine).spelling("tensor-parallel-size") not in fix.changes)
     settable = any(fix.changes and "--model" not in fix.changes for fix in fixes)

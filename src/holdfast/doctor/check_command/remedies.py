@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from holdfast.doctor.build_finding import changed
+from holdfast.doctor.check_command.stage_cut import without_own_cut
 from holdfast.doctor.command.parse import ServerCommand, parse_command
 from holdfast.doctor.findings import Confidence, Finding, Fix, overall
 from holdfast.engine_profiles.profile import profile
@@ -61,6 +62,7 @@ def _fix(command: ServerCommand, way: Remedy) -> Fix:
     """A remedy as a change of this command; where it is none, in words."""
     spelled = {name: _spelled(command, name, value) for name, value in way.settings.items() if name != "model"}
     changes = dict[str, str | None](theirs for theirs in spelled.values() if theirs is not None)
+    changes |= without_own_cut(command, way)
     price, model = way.note or way.price, way.settings.get("model")
     if None in spelled.values() or not way.available or not way.settings:
         return Fix(changes={}, why=way.change, price=price)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from holdfast.doctor.check_command.gpu_split import sglang_limits
+from holdfast.doctor.check_command.stage_cut import with_own_cut
 from holdfast.doctor.check_command.unplanned import draft_model, drafts_itself, quantization_of
 from holdfast.doctor.command.parse import ServerCommand
 from holdfast.doctor.diagnosis.catalogue_sizes import QUANTIZED_NAME
@@ -89,7 +90,7 @@ def question_for(command: ServerCommand, machine: CommandMachine, version: str |
     on_gpu = question.machine.kind == "gpu"
     if command.engine == "vllm" and command.value("gpu-memory-utilization") is None and on_gpu:
         question = with_settings(question, utilization=parse_vllm(version or "").default_utilization)
-    return question
+    return with_own_cut(command, question)
 
 
 def _asked_or_stored(command: ServerCommand, model: str | None, given: dict[str, object]) -> Question:

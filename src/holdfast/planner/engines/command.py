@@ -67,12 +67,6 @@ def parallel(fit: Plan) -> dict[str, object]:
     return {name: size for name, size in ranks.items() if size > 1}
 
 
-def partition(variable: str, fit: Plan) -> str:
-    """Before a command, the variable that says how many layers each stage has; empty: as many as the engine gives it by
-    itself."""
-    return f"{variable}={','.join(str(len(one)) for one in fit.stage_layers)} " if fit.stage_ends else ""
-
-
 def named_dtype(fit: Plan) -> str | None:
     """What an engine must be told: what was asked for, or what the GPU computes in where the checkpoint says another.
     None: it finds out by itself."""

@@ -30,13 +30,13 @@ from holdfast.planner.engines.command import (
     line,
     named_dtype,
     parallel,
-    partition,
     shown_gpus,
     total_is_known,
     written_size,
 )
 from holdfast.planner.engines.fp8_loading import loaded_whole
 from holdfast.planner.engines.nodes import machines_meant, machines_said, on_nodes
+from holdfast.planner.engines.stage_variable import partition
 from holdfast.planner.engines.vllm_command import USUAL_BLOCK_TOKENS, vllm_command
 from holdfast.planner.fit.placement import length_to_set
 from holdfast.planner.fit.search import DEFAULT_UTILIZATION, Plan
@@ -244,7 +244,7 @@ def _sglang_command(fit: Plan, sequences: int) -> Command:
         **(lora | {"max_loras": asked.max_loras} if asked.max_loras else {}),
         "device": None if on_gpu else "cpu",
     }
-    text = partition("SGLANG_PP_LAYER_PARTITION", fit) + line("sglang", source.name, settings)
+    text = partition("sglang", fit) + line("sglang", source.name, settings)
     if not on_gpu:
         notes = ("on a CPU SGLang needs its own build", *source.notes)
         return Command(engine="sglang", text=text, available=False, notes=notes)

@@ -32,8 +32,9 @@ from holdfast.planner.compat.vllm_weights import (
     left_out_bytes,
     rounding_bytes,
 )
-from holdfast.planner.engines.command import ROUNDING, Command, line, named_dtype, parallel, partition, total_is_known
+from holdfast.planner.engines.command import ROUNDING, Command, line, named_dtype, parallel, total_is_known
 from holdfast.planner.engines.fp8_loading import loaded_whole
+from holdfast.planner.engines.stage_variable import partition
 from holdfast.planner.engines.vllm_features import (
     can_chunk,
     features_since,
@@ -112,7 +113,7 @@ def vllm_command(found: Plan, sequences: int, vllm: Vllm) -> Command:
         text = f"VLLM_USE_V1=0 {text}"
     at_once = source.makes_fp8 and not vllm.has("fp8-made-by-matrix")
     note, too_large = loaded_whole(sized.fit, "vLLM before 0.16") if at_once else (None, None)
-    text = partition("VLLM_PP_LAYER_PARTITION", sized.fit) + text
+    text = partition("vllm", sized.fit) + text
     problems = _problems(sized, vllm, source, too_large)
     # A context of no tokens at all can be asked of nobody: only why is said.
     notes = _notes(sized, vllm, source, note) if sized.length else [_kv_said(sized, vllm)]

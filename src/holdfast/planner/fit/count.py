@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache, partial
-from itertools import pairwise, starmap
+from itertools import accumulate, pairwise, starmap
 from typing import Literal
 
 from holdfast.checkpoints.validation.stored_dtypes import PLAIN
@@ -127,13 +127,16 @@ def _ranks(question: Question, tensor_parallel: int, limits: Limits) -> tuple[tu
 
 
 def _ends(question: Question, tensor_parallel: int, limits: Limits) -> tuple[int, ...]:
-    layers = range(len(question.model.spec.layers))
+    layers, cut = range(len(question.model.spec.layers)), question.settings.stage_cut
+    if cut is not None:
+        told = len(cut) == question.settings.pipeline_parallel and sum(cut) == len(layers)
+        return (0, *accumulate(cut)) if told else ()
     weights = [stored_bytes(question, tensor_parallel, range(layer, layer + 1)) for layer in layers]
 
     def share(device: Device, stage: int, of_stage: range) -> Share:
         return _share(question, device, stage, of_stage, tensor_parallel, limits)
 
-    return tuple(planned_ends(question, tensor_parallel, share, weights))
+    return tuple(planned_ends(question, tensor_parallel, share, weights, limits.max_num_seqs))
 
 
 def _share(
@@ -208,7 +211,7 @@ def _engine_stages(question: Question, limits: Limits) -> EngineStages:
     def share(device: Device, stage: int | None, ends: tuple[int, ...]) -> Share:
         return _engine_share(question, device, limits, 0, stage, ends)
 
-    return engine_stages(question, weights, partial(_gpu_shares, question, weights, types[0]), share, types)
+    return engine_stages(question, weights, partial(_gpu_shares, question, weights, types[0]), share, types, limits)
 
 
 def _gpu_shares(question: Question, weights: EngineWeights, dtype: str, ends: tuple[int, ...] = ()) -> RankShares:

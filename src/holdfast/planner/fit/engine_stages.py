@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from holdfast.footprint.cpu import Limits
 from holdfast.kvcache.groups import KVLayout
 from holdfast.planner.fit.result import Rank, device_budget, needed_bytes
-from holdfast.planner.fit.stage_cuts import MOST_KV, Share
+from holdfast.planner.fit.stage_cuts import Share, ends_for
 from holdfast.planner.inputs.question import Device, Question
 from holdfast.planner.sizing.engine_weights import EngineWeights
 from holdfast.planner.sizing.rank_shares import RankShares
-from holdfast.planner.sizing.stages import cut_for_rooms
 
 SharesOf = Callable[[tuple[int, ...]], RankShares]
 """By where layers are cut; nowhere named: evenly."""
@@ -28,7 +28,7 @@ class EngineStages:
     page_bytes: tuple[int, ...]
     """Of each one's pool."""
     ends: tuple[int, ...]
-    """Where layers are cut, 0 and their number included."""
+    """Where layers are cut, 0 and their number included; empty: evenly."""
 
     def with_equal_pools(self) -> tuple[Rank, ...]:
         """Each with as many pages as the one that holds the fewest: a block is a page of every stage."""
@@ -38,12 +38,17 @@ class EngineStages:
 
 
 def engine_stages(
-    question: Question, weights: EngineWeights, shares_of: SharesOf, share_of: ShareOf, types: tuple[str, str]
+    question: Question,
+    weights: EngineWeights,
+    shares_of: SharesOf,
+    share_of: ShareOf,
+    types: tuple[str, str],
+    limits: Limits,
 ) -> EngineStages:
     """`types`: what is computed in, and what KV is kept in."""
     devices, block = question.machine.stage_devices, question.settings.block_tokens
     budgets = [device_budget(device, question.utilization) for device in devices]
-    ends = _ends(question, weights, shares_of(()), share_of(devices[0], None, ()), budgets, types)
+    ends = _ends(question, weights, shares_of(()), share_of(devices[0], None, ()), budgets, types, limits)
     shares, ranks, pages = shares_of(ends), list[Rank](), list[int]()
     for stage, (device, budget) in enumerate(zip(devices, budgets, strict=True)):
         terms, kv, loading = share_of(device, stage, ends)
@@ -59,6 +64,7 @@ def _ends(
     share: Share,
     budgets: Sequence[int],
     types: tuple[str, str],
+    limits: Limits,
 ) -> tuple[int, ...]:
     """`even`, `share`: of stages that are cut evenly, what no cut changes among it."""
     terms, kv, loading = share
@@ -68,7 +74,10 @@ def _ends(
     to_load = max(0, sum(term.nbytes for term in loading if term.name != "weights") - kept)
     layout = even.gpu_kv_layout(block_tokens=question.settings.block_tokens, kv_dtype=types[1])
     needed = needed_bytes(kv, *question.required, question.settings.max_model_len)
-    least_blocks = -(-needed // layout.page_bytes)
+    least_blocks, set_bytes = -(-needed // layout.page_bytes), question.settings.kv_cache_memory_bytes
+    useful = 1 + layout.blocks_side_by_side(limits.max_num_seqs, limits.max_model_len, limits.max_num_batched_tokens)
+    if set_bytes is not None:
+        useful = min(useful, set_bytes // layout.page_bytes)
     own, before, behind = even.gpu_layers(weights, dtype=types[0])
     sums, kinds = [0, *accumulate(size + adapters for size in own)], _kinds(layout, len(own))
     place_bytes = layout.page_bytes // layout.layers_per_page
@@ -79,7 +88,9 @@ def _ends(
         # What loading takes lies where KV comes later.
         return sums[last] - sums[first] + ends + max((least_blocks + blocks) * places * place_bytes, to_load)
 
-    return tuple(cut_for_rooms(held, [budget - kept for budget in budgets], len(own), MOST_KV))
+    rooms = [budget - kept for budget in budgets]
+    at = [0, *(stage.last for stage in even.stages)]
+    return tuple(ends_for(held, rooms, budgets, at, max(0, useful - least_blocks)))
 
 
 def _kinds(layout: KVLayout, layers: int) -> list[tuple[list[int], int]]:

@@ -7,25 +7,45 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from holdfast.planner.fit.result import device_budget, needed_bytes
 from holdfast.planner.inputs.question import Device, Question
 from holdfast.planner.sizing.kv_cost import KVCost
-from holdfast.planner.sizing.stages import cut_for_rooms
+from holdfast.planner.sizing.sharded_weights import stage_layers
+from holdfast.planner.sizing.stages import HeldBytes, cut_for_rooms
 from holdfast.planner.sizing.terms import Term
 
-MOST_KV = 1 << 40
-"""In blocks: no pool has so many."""
+ALIKE_SHARE = 0.01
+"""Of the largest budget: GPUs that differ by no more are alike, whatever a neighbour holds of one just now."""
 Share = tuple[tuple[Term, ...], KVCost, tuple[Term, ...]]
 """What a rank of a stage holds on devices of one kind: its terms, what sequences cost, and the peak of loading."""
 ShareOf = Callable[[Device, int, range], Share]
 """Of a device, a stage, and the layers that it would have."""
 
 
-def planned_ends(question: Question, tensor_parallel: int, share: ShareOf, layer_weights: Sequence[int]) -> list[int]:
-    """Of a plan whose stages have GPUs of their own; empty: these are alike. `layer_weights`: of a rank that has this
-    layer alone, with what is beside it at an end of the model."""
+def ends_for(
+    held: HeldBytes, rooms: Sequence[int], budgets: Sequence[int], even: Sequence[int], useful: int
+) -> list[int]:
+    """Where layers are cut, 0 and their number included; empty: evenly, as at `even`, whose steps take alike. That is
+    so where every stage holds all KV that is of use, or budgets are alike and each holds what must fit: a pipeline is
+    not made slower for nothing."""
+
+    def holds(kv: int) -> bool:
+        stages = enumerate(zip(pairwise(even), rooms, strict=True))
+        return all(held(stage, *part, kv) <= room for stage, (part, room) in stages)
+
+    alike = max(budgets) - min(budgets) <= ALIKE_SHARE * max(budgets)
+    if holds(useful) or (alike and holds(0)):
+        return []
+    return cut_for_rooms(held, rooms, even[-1], useful)
+
+
+def planned_ends(
+    question: Question, tensor_parallel: int, share: ShareOf, layer_weights: Sequence[int], sequences: int
+) -> list[int]:
+    """Of a plan whose stages have GPUs of their own; empty: evenly. `layer_weights`: of a rank that has this layer
+    alone, with what is beside it at an end of the model. `sequences`: at once."""
     stages, layers = question.settings.pipeline_parallel, len(layer_weights)
     chosen = [_tightest(question, tensor_parallel, stage) for stage in range(stages)]
     budgets = [device_budget(device, question.utilization) for device in chosen]
@@ -57,7 +77,9 @@ def planned_ends(question: Question, tensor_parallel: int, share: ShareOf, layer
         kv = kv_sums(blocks)
         return weights[last] - weights[first] + kv[last] - kv[first] + (last - first) * each[stage]
 
-    return cut_for_rooms(held, rooms, layers, MOST_KV)
+    even = [0, *(one.stop for one in stage_layers(layers, stages))]
+    longest = question.settings.max_model_len or question.model.spec.max_position
+    return ends_for(held, rooms, budgets, even, sequences * longest // costs[0].block_tokens)
 
 
 def _tightest(question: Question, tensor_parallel: int, stage: int) -> Device:

@@ -137,6 +137,9 @@ class Settings:
     pipeline_parallel: int = 1
     stages_open: bool = False
     """More stages may be chosen where no split of each layer holds the model."""
+    stage_cut: tuple[int, ...] | None = None
+    """Layers of each of those stages, as an engine was told them; empty, or of another number of stages or layers: it
+    was told nothing, and cuts evenly. None: the plan may cut by what their GPUs hold, and says so."""
     block_tokens: int = 16
     max_loras: int = 0
     max_lora_rank: int = 16
@@ -160,7 +163,7 @@ class Settings:
     """Of this engine on a CPU, as is what follows: auto, always or never."""
     attention_backend: str = "auto"
     kv_cache_memory_bytes: int | None = None
-    """Of the KV pool; None: what is left of the budget, or the default."""
+    """Of the KV pool, on a GPU too; None: what is left of the budget, or the default."""
     lora_copies: int = 0
     """Adapters that are kept in addition to those in slots."""
     streamed_layers: int = 0

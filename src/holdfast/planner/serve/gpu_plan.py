@@ -26,7 +26,7 @@ from holdfast.planner.fit.count import experts_on_gpu, streamed_on_gpu
 from holdfast.planner.fit.cpu import Pool
 from holdfast.planner.fit.expert_placement import wants_offload
 from holdfast.planner.fit.placement import may_stream
-from holdfast.planner.fit.result import EngineChoices, Plan, describe_budget
+from holdfast.planner.fit.result import EngineChoices, Plan, Rank, describe_budget
 from holdfast.planner.fit.search import fit
 from holdfast.planner.inputs.machine import measured_device
 from holdfast.planner.inputs.question import CPU_USEFUL_TOKENS, Device, Machine, PlannedModel, Question, settings_of
@@ -187,6 +187,7 @@ def _gpu_plan(
             expert_parallel=config.enable_expert_parallel and config.tensor_parallel_size > 1,
             expert_placement=config.expert_placement_strategy,
             front_bytes=front_bytes,
+            kv_cache_memory_bytes=config.kv_cache_memory_bytes,
         ),
         decisions=(*decisions, *expert_parallel_said(config)),
     )
@@ -233,28 +234,24 @@ def _with_pool(found: Plan, config: EngineConfig, chosen: NvidiaGpu, decision: D
     weights = engine_weights(Same(found.question.model))
     assert weights is not None, "a server plans what it has matched"
     layout = kv_layout(spec, block_tokens=config.block_size, kv_dtype=found.kv_dtype)
+    pages = [layout.page_bytes]
     if config.tensor_parallel_size * config.pipeline_parallel_size > 1:
-        shares, stage = _shares(weights, config, found), 0 if found.stage_ranks else None
-        layout = shares.gpu_kv_layout(stage, block_tokens=config.block_size, kv_dtype=found.kv_dtype)
+        shares = _shares(weights, config, found)
+        stages: list[int | None] = [*range(len(found.stage_ranks))] or [None]
+        # Of stages that differ rank 0's is shown; the others have as many pages, of their own layers.
+        each = [shares.gpu_kv_layout(one, block_tokens=config.block_size, kv_dtype=found.kv_dtype) for one in stages]
+        layout, pages = each[0], [one.page_bytes for one in each]
     page, pool_bytes = layout.page_bytes, config.kv_cache_memory_bytes
     blocks = rank.pool_bytes // page
-    if pool_bytes is not None and pool_bytes // page > blocks:
-        raise refusals.PlanRefusal(
-            "the requested KV pool does not fit",
-            needed=format_bytes(pool_bytes // page * page),
-            found=f"{format_bytes(blocks * page)} left of the budget",
-            changes=({"kv_cache_memory_bytes": f"{blocks * page // MIB}MiB"}, {"kv_cache_memory_bytes": None}),
-            field="kv_cache_memory_bytes",
-        )
     if pool_bytes is not None:
-        blocks = pool_bytes // page
+        blocks = _blocks_set(found, pool_bytes, blocks, pages)
     useful = 1 + layout.blocks_side_by_side(limits.max_num_seqs, limits.max_model_len, limits.max_num_batched_tokens)
     blocks = min(blocks, useful)
     # What is set stays; what is left of the budget may turn out to be more.
     most = blocks if pool_bytes is not None else min(useful, rank.budget_bytes // page)
     why = "what is left of the budget"
-    if found.stage_ranks and blocks < useful:
-        least = min(found.stage_ranks, key=lambda one: one.left_bytes - one.pool_bytes)
+    if found.stage_ranks and blocks < useful and pool_bytes is None:
+        least = _fewest(found, pages)
         why = f"{why} of stage {least.stage}, on {least.device.limited_by}, which holds the fewest blocks"
     decisions = [
         Decision("budget", format_bytes(rank.budget_bytes), describe_budget(rank, found.utilization), "measured"),
@@ -279,7 +276,7 @@ def _with_pool(found: Plan, config: EngineConfig, chosen: NvidiaGpu, decision: D
             gpu=choice_of(chosen),
         ),
     )
-    return plan if pool_bytes is None else _within_pool(plan)
+    return plan if pool_bytes is None else _within_pool(plan, max(pages))
 
 
 def _ranks_decision(gpus: Sequence[NvidiaGpu], config: EngineConfig) -> Decision:
@@ -333,10 +330,36 @@ def _weights_decisions(weights: EngineWeights, found: Plan, chosen: NvidiaGpu) -
         yield from weights.products(chosen.capability, chosen.name)
 
 
-def _within_pool(plan: Plan) -> Plan:
-    """Of a pool that was set: with the longest context that it holds, or refused where the context was set as well."""
+def _blocks_set(found: Plan, pool_bytes: int, most: int, pages: Sequence[int]) -> int:
+    """Of a pool of so many bytes on each GPU: the stage with the largest pages has the fewest, and no pool has more.
+    `most`: what budgets leave; `pages`: bytes of one, of each stage that differs."""
+    page = max(pages)
+    blocks = pool_bytes // page
+    if blocks <= most:
+        return blocks
+    where = ""
+    if found.stage_ranks:
+        least = _fewest(found, pages)
+        page, where = pages[least.stage], f" of stage {least.stage}, on {least.device.limited_by}"
+    raise refusals.PlanRefusal(
+        "the requested KV pool does not fit",
+        needed=format_bytes(blocks * page),
+        found=f"{format_bytes(most * page)} left of the budget{where}",
+        changes=({"kv_cache_memory_bytes": f"{most * max(pages) // MIB}MiB"}, {"kv_cache_memory_bytes": None}),
+        field="kv_cache_memory_bytes",
+    )
+
+
+def _fewest(found: Plan, pages: Sequence[int]) -> Rank:
+    """Of stages that differ the one that has room for the fewest pages."""
+    return min(found.stage_ranks, key=lambda one: one.left_bytes // pages[one.stage])
+
+
+def _within_pool(plan: Plan, page: int) -> Plan:
+    """Of a pool that was set: with the longest context that it holds, or refused where the context was set as well.
+    `page`: bytes of the largest of any stage's."""
     engine, limits = plan.engine, plan.limits
-    wanted, held, page = limits.max_model_len, longest_context(plan, engine.blocks), engine.layout.page_bytes
+    wanted, held = limits.max_model_len, longest_context(plan, engine.blocks)
     if held == wanted:
         return plan
     pool = engine.blocks * page

@@ -4,6 +4,7 @@ and experts in RAM or on a disk where a model is too large. Refuses what the ser
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
@@ -14,6 +15,7 @@ from holdfast.errors import HoldfastError
 from holdfast.footprint.cpu import KV_STORE_USUAL_BYTES
 from holdfast.hardware import compiled_kernels
 from holdfast.planner.api import question_of
+from holdfast.planner.engines.stage_variable import as_told
 from holdfast.planner.fit.expert_placement import place_larger, place_larger_by_hand, wants_offload
 from holdfast.planner.fit.placement import may_stream
 from holdfast.planner.fit.result import Plan
@@ -64,7 +66,9 @@ class Planner:
         if changes not in self._questions:
             try:
                 config = PlanConfig.from_arguments(model=self._model, **self._settings | dict(changes))
-                self._questions[changes] = replace(question_of(config), engine=self._engine)
+                question = replace(question_of(config), engine=self._engine)
+                # A trial is started without a variable of its own: what is set here reaches its server.
+                self._questions[changes] = as_told(question, self._engine, os.environ)
             except HoldfastError as error:
                 self._questions[changes] = error
         found = self._questions[changes]

@@ -13,7 +13,7 @@ from holdfast.config.unsupported import NOT_WITH_RANKS, RANK_GPUS
 from holdfast.errors import ConfigurationError
 from holdfast.hardware.nvidia import NvidiaGpu
 from holdfast.observability.decisions import Decision
-from holdfast.planner.fit.result import GpuChoice
+from holdfast.planner.fit.result import GpuChoice, device_budget
 from holdfast.planner.inputs.machine import holders, measured_device
 from holdfast.planner.inputs.question import Device
 from holdfast.units import counted, format_bytes
@@ -139,27 +139,24 @@ def stage_devices(gpus: Sequence[NvidiaGpu], stages: int, utilization: float) ->
     """The same of each stage, of ranks that follow one another; empty: all stages have as much, or there is one."""
     parts, each = _parts(gpus), len(gpus) // stages
     found = [_tightest(parts, range(first, first + each), utilization) for first in range(0, len(gpus), each)]
-    alike = len({_budget(parts[rank], utilization) for rank, _ in found}) == 1
+    alike = len({device_budget(device, utilization) for _, device in found}) == 1
     return [] if alike else found
 
 
-def _parts(gpus: Sequence[NvidiaGpu]) -> list[NvidiaGpu]:
+def _parts(gpus: Sequence[NvidiaGpu]) -> list[Device]:
+    """Of each rank."""
     sharing = Counter(gpu.uuid for gpu in gpus)
 
     def part(gpu: NvidiaGpu) -> NvidiaGpu:
         many = sharing[gpu.uuid]
         return replace(gpu, free_bytes=gpu.free_bytes // many, total_bytes=gpu.total_bytes // many)
 
-    return [part(gpu) for gpu in gpus]
+    return [measured_device(0, part(gpu)) for gpu in gpus]
 
 
-def _tightest(parts: Sequence[NvidiaGpu], ranks: Sequence[int], utilization: float) -> tuple[int, Device]:
-    rank = min(ranks, key=lambda one: _budget(parts[one], utilization))
-    return rank, measured_device(0, parts[rank])
-
-
-def _budget(gpu: NvidiaGpu, utilization: float) -> int:
-    return min(gpu.free_bytes, int(gpu.total_bytes * utilization))
+def _tightest(parts: Sequence[Device], ranks: Sequence[int], utilization: float) -> tuple[int, Device]:
+    rank = min(ranks, key=lambda one: device_budget(parts[one], utilization))
+    return rank, parts[rank]
 
 
 def of_node(rank: int, ranks: int, nodes: int) -> str:
