@@ -134,5 +134,6 @@ def test_any_order_of_writes_reads_restarts_and_trouble() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 def test_many_orders_of_writes_reads_restarts_and_trouble() -> None:
     run_machine(500, 50)

@@ -231,5 +231,5 @@ QUICK = settings(
 )
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = QUICK
-TestSchedulerMachineForLong = pytest.mark.long(LongSchedulerMachine.TestCase)
+TestSchedulerMachineForLong = pytest.mark.timeout(3600)(pytest.mark.long(LongSchedulerMachine.TestCase))
 TestSchedulerMachineForLong.settings = settings(QUICK, max_examples=2000)
