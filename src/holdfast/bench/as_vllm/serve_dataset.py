@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.bench.as_vllm import datasets
+from holdfast.bench.as_vllm.dataset_files import conversations_of, lines_of
 from holdfast.bench.as_vllm.datasets import DatasetRequests
 from holdfast.errors import ConfigurationError
 from holdfast.units import shorten
@@ -85,7 +86,7 @@ def requests_of(arguments: argparse.Namespace, sampled: Sampled) -> DatasetReque
     name, path, count = arguments.dataset_name, arguments.dataset_path, arguments.num_prompts
     seed, shuffle, oversample = arguments.seed, not arguments.disable_shuffle, not arguments.no_oversample
     if name == "sharegpt":
-        pairs = datasets.in_order(datasets.conversations_of(path), seed=seed, shuffle=shuffle)
+        pairs = datasets.in_order(conversations_of(path), seed=seed, shuffle=shuffle)
         each, _ = sampled([text for pair in pairs for text in pair])
         return datasets.sharegpt(
             pairs, count, lambda text: round(each * len(text)),
@@ -99,7 +100,7 @@ def requests_of(arguments: argparse.Namespace, sampled: Sampled) -> DatasetReque
         file = path if name == "spec_bench" else str(Path(path, f"{arguments.speed_bench_dataset_subset}.jsonl"))
         return datasets.first_turns(file, name, count, **of_category, seed=seed, shuffle=shuffle, oversample=oversample)
     if name == "sonnet":
-        lines = datasets.lines_of(path, name)
+        lines = lines_of(path, name)
         each, added = sampled(lines)
         return datasets.sonnet(
             lines, count, lambda text: round(added + each * len(text)), seed=seed,

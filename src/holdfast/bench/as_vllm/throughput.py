@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 from holdfast.bench.as_vllm import datasets
+from holdfast.bench.as_vllm.dataset_files import conversations_of, lines_of
 from holdfast.bench.as_vllm.offline import add_engine_arguments, open_engine, random_prompts, save
 from holdfast.bench.as_vllm.serve_dataset import OF_REFUSED
 from holdfast.errors import ConfigurationError
@@ -130,11 +131,11 @@ def _requests(arguments: argparse.Namespace, count: int, engine: Any, *, seed: i
         return len(engine.get_tokenizer().encode(text))
 
     if name == "sharegpt":
-        pairs = datasets.in_order(datasets.conversations_of(path), seed=seed, shuffle=True)
+        pairs = datasets.in_order(conversations_of(path), seed=seed, shuffle=True)
         found = datasets.sharegpt(pairs, count, counted, output=output, oversample=oversample)
     elif name == "sonnet":
         found = datasets.sonnet(
-            datasets.lines_of(path, name), count, counted, seed=seed, prompt=arguments.input_len or SONNET_INPUT,
+            lines_of(path, name), count, counted, seed=seed, prompt=arguments.input_len or SONNET_INPUT,
             output=output or SONNET_OUTPUT, prefix=arguments.prefix_len,
         )  # fmt: skip
     elif name == "burstgpt":
