@@ -113,9 +113,9 @@ def _way_out(url: str, reply: Reply) -> str:
 def check_lengths(load: Load, target: Target) -> None:
     """Refuses a load of which the server would refuse requests, where it says how long they may be."""
     most = target.max_model_len
-    if most is None or load.prompts:
-        return
     lengths = [(one.prompt_tokens, one.output_tokens) for one in load.replay] or load.lengths
+    if most is None or (load.prompts and not lengths):  # How long a file's prompts are, the server counts.
+        return
     prompt, output = max(lengths or [(load.prompt.high, load.output.high)], key=sum)
     if prompt + output <= most:
         return

@@ -122,7 +122,7 @@ def _add_results(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from holdfast.bench.client.processes import client_processes
-    from holdfast.bench.target import check_lengths, find_target
+    from holdfast.bench.target import find_target
 
     _check_arguments(arguments)
     _check_saving(arguments)
@@ -131,8 +131,7 @@ def run(arguments: argparse.Namespace) -> int:
     certificate = "insecure" if arguments.insecure else ""
     _wait_until_ready(url, key, certificate, arguments.ready_check_timeout_sec)
     target = find_target(url, key, arguments.served_model_name or arguments.model, certificate)
-    load = _with_prompts(read_load(arguments, url, target.model, key), arguments)
-    check_lengths(load, target)
+    load = _with_prompts(read_load(arguments, url, target.model, key), arguments, target)
     if arguments.num_warmups:
         from msgspec.structs import replace
 
@@ -171,14 +170,18 @@ def _check_arguments(arguments: argparse.Namespace) -> None:
     serve_dataset.check(arguments)
 
 
-def _with_prompts(load: Any, arguments: argparse.Namespace) -> Any:
-    """What a dataset's file has in it, by what the server counts; and what a word costs, where prompts are made up."""
+def _with_prompts(load: Any, arguments: argparse.Namespace, target: Any) -> Any:
+    """What a dataset's file has in it, by what the server counts; and what a word costs, where prompts are made up.
+    Lengths are checked before a text of such a length is made."""
     from msgspec.structs import replace
 
-    from holdfast.bench.target import calibrated, counted_by_server
+    from holdfast.bench.target import calibrated, check_lengths, counted_by_server
 
+    if lengths := serve_dataset.lengths_of_flags(arguments):
+        check_lengths(replace(load, lengths=lengths), target)
     found = serve_dataset.requests_of(arguments, lambda texts: counted_by_server(load, texts))
     load = replace(load, **serve_dataset.load_fields(arguments, found))
+    check_lengths(load, target)
     if load.prompts:
         return load
     load = calibrated(load)
