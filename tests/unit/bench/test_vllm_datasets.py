@@ -196,6 +196,25 @@ def test_prompts_that_are_too_many_to_be_held_are_refused_where_no_server_says_h
     assert words(first) == 20
 
 
+def test_a_sample_of_texts_has_of_prompts_and_answers_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A word of a prompt is a token of four characters, one of an answer a token of two."""
+    counted: list[str] = []
+
+    def tokens(load: Load, text: str) -> int:
+        counted.append(text)
+        return 7 + round(text.count("p") / 4 + text.count("a") / 2)
+
+    monkeypatch.setattr(target, "_prompt_tokens", tokens)
+    load = Load(url="http://127.0.0.1:1")
+    pairs = [text for _ in range(4000) for text in ("p" * 60, "a" * 60)]
+    each, _ = target.counted_by_server(load, pairs)
+    assert 0.3 < each < 0.45
+    first = counted.copy()
+    assert target.counted_by_server(load, pairs)[0] == each
+    assert counted == first * 2  # The same in every run.
+    assert target.counted_by_server(load, ["p" * 60]) == pytest.approx((0.25, 7), abs=1)
+
+
 def test_ranges_may_differ_for_prompts_and_outputs() -> None:
     load, _ = asked("--random-range-ratio", '{"input": 0.5}', "--random-input-len", "100", "--random-output-len", "10")
     assert (load.prompt.low, load.prompt.high, load.output.low, load.output.high) == (50, 150, 10, 10)
