@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from holdfast.bench import target
-from holdfast.bench.as_vllm import datasets, serve, serve_dataset
+from holdfast.bench.as_vllm import datasets, serve, serve_dataset, throughput
 from holdfast.bench.load.load import Load
 from holdfast.bench.load.prompts import RequestMaker
 from holdfast.errors import ConfigurationError
@@ -213,6 +213,43 @@ def test_a_sample_of_texts_has_of_prompts_and_answers_alike(monkeypatch: pytest.
     assert target.counted_by_server(load, pairs)[0] == each
     assert counted == first * 2  # The same in every run.
     assert target.counted_by_server(load, ["p" * 60]) == pytest.approx((0.25, 7), abs=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("random", ""),
+        ("sonnet", ""),
+        ("prefix_repetition", "input"),
+        ("sharegpt", "input"),
+        ("custom", "input"),
+        ("spec_bench", "input"),
+        ("speed_bench", "input"),
+        ("burstgpt", "input output"),
+        ("timed_trace", "input output"),
+    ],
+)
+def test_a_length_that_would_change_nothing_is_refused(name: str, kinds: str) -> None:
+    checks = [(serve, serve_dataset.check), (throughput, throughput._check)]
+    for command, check in checks if name in throughput.DATASETS else checks[:1]:
+        parser = argparse.ArgumentParser()
+        command.add_arguments(parser)
+        for kind in ("input", "output"):
+            given = ("--dataset-name", name, "--dataset-path", "no/such/file", f"--{kind}-len")
+            if kind in kinds:
+                with pytest.raises(ConfigurationError, match=f"--{kind}-len says nothing of --dataset-name {name}: "):
+                    check(parser.parse_args([*given, "100"]))
+                continue
+            check(parser.parse_args([*given, "100"]))
+            with pytest.raises(ConfigurationError, match=f"--{kind}-len 0"):  # Else taken for one that is not given.
+                check(parser.parse_args([*given, "0"]))
+        check(parser.parse_args(["--dataset-name", "custom", "--dataset-path", "f", "--output-len", "-1"]))
+
+
+@pytest.mark.parametrize("seconds", ["nan", "inf", "0", "-1"])
+def test_a_unit_of_time_that_is_none_is_refused(seconds: str) -> None:
+    with pytest.raises(ConfigurationError, match="--timed-trace-sec-multiplier"):
+        asked("--timed-trace-sec-multiplier", seconds)
 
 
 def test_ranges_may_differ_for_prompts_and_outputs() -> None:

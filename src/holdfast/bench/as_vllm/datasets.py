@@ -47,6 +47,14 @@ REFUSED = {
     ),
 }
 """Why, and the nearest that works."""
+_OF_TEXTS = "prompts are as long as the file's texts"
+_OF_LENGTHS = "the file says how long each is"
+NOT_SET_BY_FLAGS = {
+    "prefix_repetition": {"input": "--prefix-repetition-prefix-len and --prefix-repetition-suffix-len say it"},
+    **{name: {"input": _OF_TEXTS} for name in ("sharegpt", "custom", "spec_bench", "speed_bench")},
+    **{name: {"input": _OF_LENGTHS, "output": _OF_LENGTHS} for name in ("burstgpt", "timed_trace")},
+}
+"""Why --input-len and --output-len say nothing of a dataset's requests."""
 LEAST_TOKENS, MOST_PROMPT_TOKENS, MOST_TOKENS = 4, 1024, 2048
 """Of a conversation of ShareGPT; vLLM leaves out what is shorter or longer."""
 SONNET_ASKS = "Choose as many of these lines of a poem as you can:\n"
@@ -93,6 +101,23 @@ def check_dataset(name: str, path: str | None, *, offered: Sequence[str] = (*MAD
         fix=fix,
         field="dataset_name",
     )
+
+
+def check_asked_lengths(name: str, input_tokens: int | None, output_tokens: int | None) -> None:
+    """Refuses --input-len and --output-len where they would change nothing, and numbers that no request has."""
+    for kind, tokens in (("input", input_tokens), ("output", output_tokens)):
+        if tokens is None or (name, kind, tokens) == ("custom", "output", -1):  # As each line says.
+            continue
+        if why := NOT_SET_BY_FLAGS.get(name, {}).get(kind, ""):
+            fix = "leave it out, or --dataset-name random, whose lengths flags say"
+            raise ConfigurationError(
+                f"--{kind}-len says nothing of --dataset-name {name}: {why}", fix=fix, field=f"{kind}_len"
+            )
+        if tokens < 1:
+            raise ConfigurationError(
+                f"--{kind}-len {tokens}: no request is so long", needed="1 token or more", fix=f"--{kind}-len 128",
+                field=f"{kind}_len",
+            )  # fmt: skip
 
 
 def in_order(rows: list[Any], *, seed: int, shuffle: bool) -> list[Any]:

@@ -72,7 +72,15 @@ def check(arguments: argparse.Namespace) -> None:
     """What can be told without a server."""
     name = arguments.dataset_name
     datasets.check_dataset(name, arguments.dataset_path)
+    datasets.check_asked_lengths(name, arguments.input_len, arguments.output_len)
     datasets.parse_range_ratio(arguments.random_range_ratio)
+    if not 0 < arguments.timed_trace_sec_multiplier < math.inf:
+        raise ConfigurationError(
+            f"--timed-trace-sec-multiplier {arguments.timed_trace_sec_multiplier}: no unit of time is so long",
+            needed="seconds of one unit of the trace's times, more than 0",
+            fix="--timed-trace-sec-multiplier 0.001, where these are milliseconds",
+            field="timed_trace_sec_multiplier",
+        )
     if arguments.self_timed is not None and name != "timed_trace":
         raise ConfigurationError(
             "--self-timed is of requests that have times",

@@ -114,8 +114,11 @@ def _check(arguments: argparse.Namespace) -> None:
             field="backend",
         )
     datasets.parse_range_ratio(arguments.random_range_ratio)
-    if arguments.dataset_path is not None or arguments.dataset_name != "sharegpt":  # As vLLM: random without a file.
-        datasets.check_dataset(arguments.dataset_name, arguments.dataset_path, offered=DATASETS)
+    name = arguments.dataset_name
+    if arguments.dataset_path is None and name == "sharegpt":  # As vLLM: random without a file.
+        name = "random"
+    datasets.check_dataset(name, arguments.dataset_path, offered=DATASETS)
+    datasets.check_asked_lengths(name, arguments.input_len, arguments.output_len)
 
 
 def _requests(arguments: argparse.Namespace, count: int, engine: Any, *, seed: int = 0) -> tuple[list[Any], list[int]]:
