@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--header", nargs="*", default=[], metavar="KEY=VALUE")
     parser.add_argument("--model", help="default: the first that the server lists")
     parser.add_argument("--served-model-name")
-    parser.add_argument("--num-prompts", type=_positive, default=1000)
+    parser.add_argument("--num-prompts", type=serve_dataset.positive, default=1000)
     parser.add_argument("--num-warmups", type=int, default=0)
     parser.add_argument("--request-rate", type=float, default=math.inf, help="default: inf, all at once")
     parser.add_argument("--burstiness", type=float, default=1.0)
@@ -98,12 +98,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
     for name in REFUSED:
         parser.add_argument(f"--{name}", nargs="?", const=True, help=argparse.SUPPRESS)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError("must be a whole number, 1 or more")
-    return int(text)
 
 
 def _add_results(parser: argparse.ArgumentParser) -> None:

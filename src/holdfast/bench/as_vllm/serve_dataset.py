@@ -68,6 +68,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         group.add_argument(f"--{name}", help=argparse.SUPPRESS)
 
 
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError("must be a whole number, 1 or more")
+    return int(text)
+
+
 def check(arguments: argparse.Namespace) -> None:
     """What can be told without a server."""
     name = arguments.dataset_name
