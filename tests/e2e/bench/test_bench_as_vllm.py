@@ -72,6 +72,9 @@ def test_what_is_not_there_is_refused_by_name(capsys: pytest.CaptureFixture[str]
         ("--dataset-name", "random-mm", "--random-mm-base-items-per-request", "2"),
         ("--backend", "openai-embeddings"),
         ("--self-timed",),
+        ("--extra-body", "[1]"),
+        ("--extra-body", "[" * 100_000),
+        ("--chat-template-kwargs", "yes"),
     ):
         assert serve("http://127.0.0.1:9", "--num-prompts", "1", *words) == 2  # Before a server is asked.
         said = capsys.readouterr().err

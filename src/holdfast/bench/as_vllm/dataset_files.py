@@ -21,7 +21,7 @@ WRONG = (KeyError, ValueError, TypeError, OverflowError)
 
 def unreadable(path: str, name: str, why: str) -> ConfigurationError:
     return ConfigurationError(
-        f"--dataset-path: {shorten(path)} cannot be read as {name}",
+        f"--dataset-path: {shorten(path, 200)} cannot be read as {name}",
         needed={
             "sharegpt": "ShareGPT's JSON: a list of objects with conversations",
             "sonnet": "a text with some lines",

@@ -79,8 +79,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ignore-eos", action="store_true")
     parser.add_argument("--logprobs", type=int)
-    parser.add_argument("--extra-body", type=json.loads, metavar="JSON")
-    parser.add_argument("--chat-template-kwargs", type=json.loads, metavar="JSON")
+    parser.add_argument("--extra-body", type=_json_object, metavar="JSON")
+    parser.add_argument("--chat-template-kwargs", type=_json_object, metavar="JSON")
     parser.add_argument("--random-batch-size", type=int, default=1, help=argparse.SUPPRESS)
     parser.add_argument("--lora-modules", nargs="+", default=[])
     parser.add_argument("--lora-assignment", choices=("random", "round-robin"), default="random")
@@ -98,6 +98,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
     for name in REFUSED:
         parser.add_argument(f"--{name}", nargs="?", const=True, help=argparse.SUPPRESS)
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{shorten(text)} is no object of JSON")
+    return found
 
 
 def _add_results(parser: argparse.ArgumentParser) -> None:
