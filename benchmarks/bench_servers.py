@@ -26,6 +26,9 @@ import httpx
 from benchmarks.machine import commit, describe_machine, today
 
 READY_S = 120.0
+END_S = 60.0
+JUDGED = (0, 1)
+"""Exit codes of a bench that measured and wrote its file: pass and fail."""
 LEFT_OUT = ("requests", "timeline", "samples", "itl_histogram")
 """Of a result: what is one entry a request or a second."""
 COUNTED = {
@@ -65,10 +68,11 @@ def turn(server: str, options: argparse.Namespace) -> dict[str, Any]:
             load += ["--prompt", str(options.prompt), "--output", str(options.output), "--save", str(kept), "--quiet"]
             before = counted(url, server)
             done = subprocess.run([sys.executable, "-m", "holdfast", "bench", url, *load], stdout=subprocess.DEVNULL)
+            if done.returncode not in JUDGED:
+                raise SystemExit(f"holdfast bench of {server} measured nothing: exit code {done.returncode}")
             after = counted(url, server)
         finally:
-            process.terminate()
-            process.wait(60)
+            end(process)
         found = json.loads(kept.read_text())
     asked = [options.output] * found["whole"]["completed"]
     return {
@@ -79,6 +83,16 @@ def turn(server: str, options: argparse.Namespace) -> dict[str, Any]:
         "load_average": round(os.getloadavg()[0], 2),
         "result": {name: value for name, value in found.items() if name not in LEFT_OUT},
     }
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Whatever it does with SIGTERM: a server that stays would compute beside the next one."""
+    process.terminate()
+    try:
+        process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:

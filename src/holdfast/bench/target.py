@@ -6,6 +6,7 @@ Asks a few short requests before a run. Starts nothing.
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -113,9 +114,9 @@ def _way_out(url: str, reply: Reply) -> str:
 def check_lengths(load: Load, target: Target) -> None:
     """Refuses a load of which the server would refuse requests, where it says how long they may be."""
     most = target.max_model_len
-    if most is None or load.prompts:
-        return
     lengths = [(one.prompt_tokens, one.output_tokens) for one in load.replay] or load.lengths
+    if most is None or (load.prompts and not lengths):  # How long a file's prompts are, the server counts.
+        return
     prompt, output = max(lengths or [(load.prompt.high, load.output.high)], key=sum)
     if prompt + output <= most:
         return
@@ -150,8 +151,10 @@ def calibrated(load: Load) -> Load:
 def counted_by_server(load: Load, texts: Sequence[str]) -> tuple[float, float]:
     """Tokens of a character of such texts, and those that the server adds to a prompt, by its own count of a sample;
     where it gives none, what is usual."""
-    evenly = (texts[at * len(texts) // SAMPLE_TEXTS] for at in range(SAMPLE_TEXTS))
-    sample = "\n".join(text[:SAMPLE_CHARS_EACH] for text in evenly)[:SAMPLE_CHARS]
+    # Drawn: of what takes turns, as prompts and answers do, every so many-th may be of one kind.
+    drawn = random.Random("sample").sample(texts, min(len(texts), SAMPLE_TEXTS))
+    chosen = (drawn[at % len(drawn)] for at in range(SAMPLE_TEXTS))
+    sample = "\n".join(text[:SAMPLE_CHARS_EACH] for text in chosen)[:SAMPLE_CHARS]
     part = sample[: len(sample) // 4]
     few, more = (_prompt_tokens(load, text) if text else None for text in (part, sample))
     if few is None or more is None or more <= few:

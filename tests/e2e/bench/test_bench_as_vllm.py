@@ -72,6 +72,9 @@ def test_what_is_not_there_is_refused_by_name(capsys: pytest.CaptureFixture[str]
         ("--dataset-name", "random-mm", "--random-mm-base-items-per-request", "2"),
         ("--backend", "openai-embeddings"),
         ("--self-timed",),
+        ("--extra-body", "[1]"),
+        ("--extra-body", "[" * 100_000),
+        ("--chat-template-kwargs", "yes"),
     ):
         assert serve("http://127.0.0.1:9", "--num-prompts", "1", *words) == 2  # Before a server is asked.
         said = capsys.readouterr().err
@@ -209,3 +212,24 @@ def test_throughput_takes_vllms_datasets(
     some, tokens = lengths("--random-range-ratio", "0.5", "--input-len", "100", "--output-len", "20")
     assert all(10 <= length <= 30 for length in some)
     assert 200 <= tokens <= 600
+
+
+def test_throughput_measures_as_many_requests_as_were_asked_or_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("holdfast.LLM", QuickEngine, raising=False)
+    mixed, texts = tmp_path / "mixed.jsonl", tmp_path / "texts.jsonl"
+    rows = [{"prompt": "a text"}, {"messages": [{"role": "user", "content": "a message"}]}]
+    mixed.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    texts.write_text(json.dumps(rows[0]) + "\n")
+    words = ("bench", "throughput", "--model", "m", "--dataset-name", "custom", "--num-prompts", "6", "--dataset-path")
+    opened = len(made)
+    assert main([*words, str(mixed)]) == 2
+    said = capsys.readouterr().err
+    assert "lists of messages" in said
+    assert "--backend openai-chat" in said
+    assert len(made) == opened  # Told before a model is loaded.
+    assert main([*words, str(texts)]) == 0
+    assert made[-1].batches == [6]
+    assert main(["bench", "throughput", "--model", "m", "--num-prompts", "0"]) == 2
+    assert "--num-prompts: must be a whole number, 1 or more" in capsys.readouterr().err

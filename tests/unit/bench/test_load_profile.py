@@ -124,6 +124,10 @@ def test_requests_that_the_server_would_refuse_are_refused_before_the_run() -> N
     assert str(refused.value.fix).startswith("--prompt 900,")
     with pytest.raises(ConfigurationError):
         check_lengths(msgspec.structs.replace(load, replay=(Arrival(0, 9, 9), Arrival(1, 999, 2))), target)
+    check_lengths(msgspec.structs.replace(load, prompts=("p",), prompt=LengthRange(9999, 9999)), target)
+    for known in ({"lengths": ((9, 9), (999, 2))}, {"replay": (Arrival(0, 999, 2),)}):  # Prompts are made of these.
+        with pytest.raises(ConfigurationError):
+            check_lengths(msgspec.structs.replace(load, prompts=("p",), **known), target)
     check_lengths(msgspec.structs.replace(load, prompt=LengthRange(9999, 9999)), Target(url="http://x", model="m"))
 
 

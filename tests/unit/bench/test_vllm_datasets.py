@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.bench.as_vllm import datasets, serve, serve_dataset
+from holdfast.bench import target
+from holdfast.bench.as_vllm import datasets, serve, serve_dataset, throughput
 from holdfast.bench.load.load import Load
 from holdfast.bench.load.prompts import RequestMaker
 from holdfast.errors import ConfigurationError
@@ -145,6 +146,110 @@ def test_a_trace_has_times_and_common_beginnings(tmp_path: Path) -> None:
         asked("--self-timed")
     with pytest.raises(ConfigurationError, match="timed_trace"):
         asked(*given, "--timed-trace-label-input-length", "prompt")
+
+
+def test_what_the_server_would_refuse_is_refused_before_a_text_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row of a trace may say any length: a text of it would be made first, in this process."""
+
+    def no_text(*_: object) -> None:
+        raise AssertionError("a text is made")
+
+    poem = tmp_path / "poem.txt"
+    poem.write_text("a line of a poem\n" * 9)
+    row = {"timestamp": 0, "input_length": 100, "output_length": 1, "hash_ids": [1, 2]}
+    trace = written(tmp_path / "trace.jsonl", [row, row | {"input_length": 100_000_000}])
+    lines = written(tmp_path / "p.jsonl", [{"prompt": "p", "output_tokens": 5000}])
+    monkeypatch.setattr(target, "counted_by_server", lambda load, texts: (0.5, 5.0))
+    monkeypatch.setattr(target, "calibrated", lambda load: load)
+    monkeypatch.setattr(serve_dataset, "prompts_of_chunks", no_text)
+    monkeypatch.setattr(datasets, "sonnet", no_text)
+    server = target.Target(url="http://127.0.0.1:1", model="m", max_model_len=4096)
+    for words_given in (
+        ("--dataset-name", "timed_trace", "--dataset-path", trace),
+        ("--dataset-name", "timed_trace", "--dataset-path", trace, "--no-self-timed"),
+        ("--dataset-name", "sonnet", "--dataset-path", str(poem), "--input-len", "4000"),
+        ("--dataset-name", "custom", "--dataset-path", lines, "--custom-output-len", "-1"),
+    ):
+        parser = argparse.ArgumentParser()
+        serve.add_arguments(parser)
+        load = Load(url="http://127.0.0.1:1", path="/v1/completions")
+        with pytest.raises(ConfigurationError, match="longer than the server's context"):
+            serve._with_prompts(load, parser.parse_args(list(words_given)), server)
+
+
+def test_prompts_that_are_too_many_to_be_held_are_refused_where_no_server_says_how_long_they_may_be(
+    tmp_path: Path,
+) -> None:
+    long = datasets.DatasetRequests(lengths=((10**8, 1),) * 3, chunks=((1,),) * 3)
+    with pytest.raises(ConfigurationError, match="would be made before the first is sent") as refused:
+        serve_dataset.prompts_of_chunks(long, 16, 1.0)
+    assert str(refused.value.fix).startswith("--num-prompts 2 ")
+    poem = tmp_path / "poem.txt"
+    poem.write_text("a line of a poem\n" * 9)
+    with pytest.raises(ConfigurationError, match="would be made before the first is sent"):
+        asked("--dataset-name", "sonnet", "--dataset-path", str(poem), "--input-len", "10000000")
+    short = datasets.DatasetRequests(lengths=((20, 1),) * 2, chunks=((1, 2, 3), (1, 2, 4)))
+    first, second = serve_dataset.prompts_of_chunks(short, 10**12, 1.0)  # As much of a chunk as there is room for.
+    assert first == second
+    assert words(first) == 20
+
+
+def test_a_sample_of_texts_has_of_prompts_and_answers_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A word of a prompt is a token of four characters, one of an answer a token of two."""
+    counted: list[str] = []
+
+    def tokens(load: Load, text: str) -> int:
+        counted.append(text)
+        return 7 + round(text.count("p") / 4 + text.count("a") / 2)
+
+    monkeypatch.setattr(target, "_prompt_tokens", tokens)
+    load = Load(url="http://127.0.0.1:1")
+    pairs = [text for _ in range(4000) for text in ("p" * 60, "a" * 60)]
+    each, _ = target.counted_by_server(load, pairs)
+    assert 0.3 < each < 0.45
+    first = counted.copy()
+    assert target.counted_by_server(load, pairs)[0] == each
+    assert counted == first * 2  # The same in every run.
+    assert target.counted_by_server(load, ["p" * 60]) == pytest.approx((0.25, 7), abs=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("random", ""),
+        ("sonnet", ""),
+        ("prefix_repetition", "input"),
+        ("sharegpt", "input"),
+        ("custom", "input"),
+        ("spec_bench", "input"),
+        ("speed_bench", "input"),
+        ("burstgpt", "input output"),
+        ("timed_trace", "input output"),
+    ],
+)
+def test_a_length_that_would_change_nothing_is_refused(name: str, kinds: str) -> None:
+    checks = [(serve, serve_dataset.check), (throughput, throughput._check)]
+    for command, check in checks if name in throughput.DATASETS else checks[:1]:
+        parser = argparse.ArgumentParser()
+        command.add_arguments(parser)
+        for kind in ("input", "output"):
+            given = ("--dataset-name", name, "--dataset-path", "no/such/file", f"--{kind}-len")
+            if kind in kinds:
+                with pytest.raises(ConfigurationError, match=f"--{kind}-len says nothing of --dataset-name {name}: "):
+                    check(parser.parse_args([*given, "100"]))
+                continue
+            check(parser.parse_args([*given, "100"]))
+            with pytest.raises(ConfigurationError, match=f"--{kind}-len 0"):  # Else taken for one that is not given.
+                check(parser.parse_args([*given, "0"]))
+        check(parser.parse_args(["--dataset-name", "custom", "--dataset-path", "f", "--output-len", "-1"]))
+
+
+@pytest.mark.parametrize("seconds", ["nan", "inf", "0", "-1"])
+def test_a_unit_of_time_that_is_none_is_refused(seconds: str) -> None:
+    with pytest.raises(ConfigurationError, match="--timed-trace-sec-multiplier"):
+        asked("--timed-trace-sec-multiplier", seconds)
 
 
 def test_ranges_may_differ_for_prompts_and_outputs() -> None:

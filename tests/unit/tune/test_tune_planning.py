@@ -18,7 +18,7 @@ from holdfast.tune.replay import busiest, kept_per_s, replayed
 from holdfast.tune.report import lines
 from holdfast.tune.result import make_result
 from holdfast.tune.space.axes import space_of
-from holdfast.tune.space.headroom import no_headroom
+from holdfast.tune.space.headroom import nearest_miss, no_headroom
 from holdfast.tune.space.plans import Planner
 from holdfast.tune.space.pruning import (
     REFUSED,
@@ -258,6 +258,35 @@ def test_what_nothing_kept_is_told_with_what_came_nearest_and_what_would_be_enou
     assert said["error"]["fix"] == error.fix
     assert said["trials"][1]["free_share"] == {"RAM": 0.5, "VRAM": 0.04}
     assert any(line.startswith("nothing is kept: no configuration that was tried left 5%") for line in lines(result))
+
+
+def test_what_died_once_or_left_enough_did_not_come_nearest() -> None:
+    """Some of its runs may have had plenty free: it is not memory that it was short of."""
+    planner = Planner("llama-3.1-8b", engine="holdfast", settings={"gpu": "h100-80"})
+    tight, died, roomy = (ServerConfiguration((("max_num_seqs", count),)) for count in (64, 256, 16))
+
+    def trial(configuration: ServerConfiguration, vram: float, reason: str = "") -> Trial:
+        return Trial(
+            configuration=configuration, stage="search", speed=1.0, headroom_held=vram >= 0.05 or bool(reason),
+            died=reason, free_share={} if reason else {"RAM": 0.5, "VRAM": vram},
+        )  # fmt: skip
+
+    mixed = [trial(died, 0.30), trial(died, 0.0, "out of memory"), trial(tight, 0.04), trial(roomy, 0.05)]
+    for trials in (mixed, mixed[::-1]):
+        nearest = nearest_miss(trials, 0.05)
+        assert nearest is not None
+        assert (nearest.configuration, nearest.free_share) == (tight, 0.04)
+        assert nearest.short_share > 0
+        error = no_headroom(trials, 0.05, planner, FEW, model="llama-3.1-8b")
+        assert error.found == (
+            "4.0% of VRAM with --max-num-seqs 64, which came nearest of 3 configurations: 1.0% short, 810.08 MiB;"
+            " 1 of them died"
+        )
+    all_died = [trial(died, 0.01), trial(died, 0.0, "out of memory"), trial(tight, 0.0, "killed")]
+    assert nearest_miss(all_died, 0.05) is None
+    error = no_headroom(all_died, 0.05, planner, FEW, model="llama-3.1-8b")
+    assert error.found == "2 configurations, which left less in some runs and died in others: out of memory"
+    assert error.fix == "fewer sequences, a shorter context"
 
 
 def test_a_report_ends_with_the_command_and_why() -> None:

@@ -11,18 +11,26 @@ name, with what works instead. Asks no server; how many tokens a text has, the c
 from __future__ import annotations
 
 import argparse
-import csv
 import json
+import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from holdfast.bench.load.inputs import FILE_LIMIT_BYTES, read_prompts
+from holdfast.bench.as_vllm.dataset_files import (
+    WRONG,
+    number_in,
+    rows_of,
+    table_of,
+    tokens_in,
+    unreadable,
+    wrong_row,
+)
+from holdfast.bench.load.inputs import read_prompts
 from holdfast.errors import ConfigurationError
-from holdfast.units import MIB, shorten
+from holdfast.units import shorten
 
 MADE_UP = ("random", "prefix_repetition")
 OF_FILES = ("sharegpt", "custom", "sonnet", "burstgpt", "spec_bench", "speed_bench", "timed_trace")
@@ -39,6 +47,14 @@ REFUSED = {
     ),
 }
 """Why, and the nearest that works."""
+_OF_TEXTS = "prompts are as long as the file's texts"
+_OF_LENGTHS = "the file says how long each is"
+NOT_SET_BY_FLAGS = {
+    "prefix_repetition": {"input": "--prefix-repetition-prefix-len and --prefix-repetition-suffix-len say it"},
+    **{name: {"input": _OF_TEXTS} for name in ("sharegpt", "custom", "spec_bench", "speed_bench")},
+    **{name: {"input": _OF_LENGTHS, "output": _OF_LENGTHS} for name in ("burstgpt", "timed_trace")},
+}
+"""Why --input-len and --output-len say nothing of a dataset's requests."""
 LEAST_TOKENS, MOST_PROMPT_TOKENS, MOST_TOKENS = 4, 1024, 2048
 """Of a conversation of ShareGPT; vLLM leaves out what is shorter or longer."""
 SONNET_ASKS = "Choose as many of these lines of a poem as you can:\n"
@@ -87,45 +103,21 @@ def check_dataset(name: str, path: str | None, *, offered: Sequence[str] = (*MAD
     )
 
 
-def lines_of(path: str, name: str) -> list[str]:
-    """Those with anything in them."""
-    try:
-        if Path(path).stat().st_size > FILE_LIMIT_BYTES:
-            raise ValueError(f"more than {FILE_LIMIT_BYTES // MIB} MiB")
-        found = [line for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
-        if not found:
-            raise ValueError("nothing in it")
-    except (OSError, ValueError) as error:
-        raise unreadable(path, name, str(error)) from error
-    return found
-
-
-def unreadable(path: str, name: str, why: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"--dataset-path: {shorten(path)} cannot be read as {name}",
-        needed={
-            "sharegpt": "ShareGPT's JSON: a list of objects with conversations",
-            "sonnet": "a text with some lines",
-            "burstgpt": "BurstGPT's CSV, with Model, Request tokens and Response tokens",
-            "spec_bench": "Spec-Bench's question.jsonl: lines with turns and category",
-            "speed_bench": "a folder with SPEED-Bench's SUBSET.jsonl: lines with messages and category",
-            "timed_trace": "lines of JSON with timestamp, input_length and output_length, or as the labels say",
-        }.get(name, 'lines of JSON with "prompt", and "output_tokens" where no length is set'),
-        found=shorten(why, 200),
-        fix="--dataset-name random --random-input-len 1024 --random-output-len 128",
-        field="dataset_path",
-    )
-
-
-def rows_of(path: str, name: str) -> Iterator[dict[str, Any]]:
-    for line in lines_of(path, name):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise unreadable(path, name, f"{shorten(line, 80)}: {error}") from error
-        if not isinstance(row, dict):
-            raise unreadable(path, name, f"{shorten(line, 80)} is no object")
-        yield row
+def check_asked_lengths(name: str, input_tokens: int | None, output_tokens: int | None) -> None:
+    """Refuses --input-len and --output-len where they would change nothing, and numbers that no request has."""
+    for kind, tokens in (("input", input_tokens), ("output", output_tokens)):
+        if tokens is None or (name, kind, tokens) == ("custom", "output", -1):  # As each line says.
+            continue
+        if why := NOT_SET_BY_FLAGS.get(name, {}).get(kind, ""):
+            fix = "leave it out, or --dataset-name random, whose lengths flags say"
+            raise ConfigurationError(
+                f"--{kind}-len says nothing of --dataset-name {name}: {why}", fix=fix, field=f"{kind}_len"
+            )
+        if tokens < 1:
+            raise ConfigurationError(
+                f"--{kind}-len {tokens}: no request is so long", needed="1 token or more", fix=f"--{kind}-len 128",
+                field=f"{kind}_len",
+            )  # fmt: skip
 
 
 def in_order(rows: list[Any], *, seed: int, shuffle: bool) -> list[Any]:
@@ -139,26 +131,6 @@ def enough(rows: Sequence[Any], count: int, *, oversample: bool) -> tuple[Any, .
     """So many of them, some more than once where there are fewer."""
     wanted = count if oversample else min(count, len(rows))
     return tuple(rows[at % len(rows)] for at in range(wanted))
-
-
-def conversations_of(path: str) -> list[tuple[str, str]]:
-    """What a person said first, and what was answered."""
-    try:
-        if Path(path).stat().st_size > FILE_LIMIT_BYTES:
-            raise ValueError(f"more than {FILE_LIMIT_BYTES // MIB} MiB")
-        found = [_two_turns(row) for row in json.loads(Path(path).read_text(encoding="utf-8"))]
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise unreadable(path, "sharegpt", str(error)) from error
-    if not (pairs := [pair for pair in found if pair is not None]):
-        raise unreadable(path, "sharegpt", "no conversation of two turns")
-    return pairs
-
-
-def _two_turns(row: Any) -> tuple[str, str] | None:
-    turns = row.get("conversations") or row.get("conversation") if isinstance(row, dict) else None
-    first = turns[:2] if isinstance(turns, list) else []
-    said = [text for turn in first if isinstance(turn, dict) and isinstance(text := turn.get("value"), str)]
-    return (said[0], said[1]) if len(said) == 2 else None
 
 
 def sharegpt(
@@ -189,15 +161,16 @@ def custom(path: str, count: int, *, output: int, seed: int, shuffle: bool, over
     if output != -1:
         rows = in_order(list(read_prompts(path)), seed=seed, shuffle=shuffle)
         return _of_one_length(rows, count, output, oversample=oversample)
-    listed = in_order(list(rows_of(path, "custom")), seed=seed, shuffle=shuffle)
-    for row in listed:
-        tokens = row.get("output_tokens")
-        if not isinstance(row.get("prompt"), str) or not isinstance(tokens, int) or tokens < 1:
-            raise unreadable(path, "custom", f"{shorten(json.dumps(row), 80)}: no prompt, or no output_tokens")
-    taken = enough(listed, count, oversample=oversample)
-    return DatasetRequests(
-        prompts=tuple(row["prompt"] for row in taken), lengths=tuple((1, row["output_tokens"]) for row in taken)
-    )
+    listed = []
+    for number, row in rows_of(path, "custom"):
+        try:
+            if not isinstance(row["prompt"], str) or (tokens := tokens_in(row, "output_tokens")) < 1:
+                raise ValueError("no prompt, or no output_tokens")
+        except WRONG as error:
+            raise wrong_row(path, "custom", number, error) from error
+        listed.append((row["prompt"], (1, tokens)))
+    taken = enough(in_order(listed, seed=seed, shuffle=shuffle), count, oversample=oversample)
+    return DatasetRequests(prompts=tuple(one for one, _ in taken), lengths=tuple(lengths for _, lengths in taken))
 
 
 def first_turns(
@@ -205,12 +178,12 @@ def first_turns(
 ) -> DatasetRequests:
     """Of Spec-Bench and SPEED-Bench: what is asked first, of one category or of all."""
     found = []
-    for row in rows_of(path, name):
+    for number, row in rows_of(path, name):
         turns = row.get("turns" if name == "spec_bench" else "messages")
         first = turns[0] if isinstance(turns, list) and turns else None
         text = first.get("content") if isinstance(first, dict) else first
         if not isinstance(text, str):
-            raise unreadable(path, name, f"{shorten(json.dumps(row), 80)}: nothing is asked")
+            raise wrong_row(path, name, number, f"nothing is asked in {shorten(row)}")
         if category is None or row.get("category") == category:
             found.append(text)
     if not found:
@@ -264,12 +237,12 @@ def _up_to(lines: Sequence[str], most: int, counted: Counted) -> str:
 def burstgpt(path: str, count: int, *, seed: int) -> DatasetRequests:
     """Rows of GPT-4 that were answered, drawn at random; more than once where there are fewer."""
     found = []
-    try:
-        for row in csv.DictReader(lines_of(path, "burstgpt")):
-            if row["Model"] == "GPT-4" and (output := int(float(row["Response tokens"]))) > 0:
-                found.append((max(1, int(float(row["Request tokens"]))), output))
-    except (KeyError, ValueError, TypeError, csv.Error) as error:
-        raise unreadable(path, "burstgpt", f"{type(error).__name__}: {error}") from error
+    for number, row in table_of(path, "burstgpt"):
+        try:
+            if row["Model"] == "GPT-4" and (output := tokens_in(row, "Response tokens")) > 0:
+                found.append((max(1, tokens_in(row, "Request tokens")), output))
+        except WRONG as error:
+            raise wrong_row(path, "burstgpt", number, error) from error
     if not found:
         raise unreadable(path, "burstgpt", "no row of GPT-4 with an answer")
     draw = random.Random(seed)
@@ -281,21 +254,31 @@ def timed_trace(path: str, count: int, *, labels: tuple[str, str, str, str], sec
     """`labels`: of times, prompts, outputs and chunks; `seconds`: of one unit of its times."""
     at, prompt, output, chunks = labels
     found: list[tuple[float, tuple[int, int], tuple[int, ...]]] = []
-    for row in rows_of(path, "timed_trace"):
+    for number, row in rows_of(path, "timed_trace"):
         if len(found) == count:
             break
         try:
-            hashes = tuple(int(one) for one in row.get(chunks) or ())
-            lengths = (max(1, int(row[prompt])), max(1, int(row[output])))
-            found.append((seconds * float(row[at]), lengths, hashes))
-        except (KeyError, ValueError, TypeError) as error:
-            raise unreadable(path, "timed_trace", f"{type(error).__name__}: {error}") from error
+            lengths = (max(1, tokens_in(row, prompt)), max(1, tokens_in(row, output)))
+            at_s = seconds * number_in(row, at)
+            if not math.isfinite(at_s):
+                raise ValueError(f"{shorten(at)} is too far away")
+            found.append((at_s, lengths, _chunks_in(row, chunks)))
+        except WRONG as error:
+            raise wrong_row(path, "timed_trace", number, error) from error
     found.sort(key=lambda one: one[0])
     return DatasetRequests(
         lengths=tuple(lengths for _, lengths, _ in found),
         times_s=tuple(time_s - found[0][0] for time_s, _, _ in found),
         chunks=tuple(hashes for _, _, hashes in found) if any(hashes for _, _, hashes in found) else (),
     )
+
+
+def _chunks_in(row: Mapping[str, Any], key: str) -> tuple[int, ...]:
+    """None where it has none. Raises one of WRONG."""
+    found = row.get(key) or []
+    if not isinstance(found, list) or any(isinstance(one, bool) for one in found):
+        raise ValueError(f"{shorten(key)} is {shorten(found)}, no list of whole numbers")
+    return tuple(int(one) for one in found)
 
 
 def chunk_words(chunk: int, words: Sequence[str], count: int) -> list[str]:
@@ -308,8 +291,8 @@ def parse_range_ratio(text: str) -> tuple[float, float]:
     try:
         found = json.loads(text)
         ratios = (found.get("input", 0.0), found.get("output", 0.0)) if isinstance(found, dict) else (found, found)
-        low, high = (float(one) for one in ratios)
-    except (ValueError, TypeError):
+        low, high = (-1.0 if isinstance(one, bool) else float(one) for one in ratios)
+    except (ValueError, TypeError, OverflowError, RecursionError):
         low = high = -1.0
     if not (0 <= low < 1 and 0 <= high < 1):
         raise ConfigurationError(

@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--header", nargs="*", default=[], metavar="KEY=VALUE")
     parser.add_argument("--model", help="default: the first that the server lists")
     parser.add_argument("--served-model-name")
-    parser.add_argument("--num-prompts", type=_positive, default=1000)
+    parser.add_argument("--num-prompts", type=serve_dataset.positive, default=1000)
     parser.add_argument("--num-warmups", type=int, default=0)
     parser.add_argument("--request-rate", type=float, default=math.inf, help="default: inf, all at once")
     parser.add_argument("--burstiness", type=float, default=1.0)
@@ -79,8 +79,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ignore-eos", action="store_true")
     parser.add_argument("--logprobs", type=int)
-    parser.add_argument("--extra-body", type=json.loads, metavar="JSON")
-    parser.add_argument("--chat-template-kwargs", type=json.loads, metavar="JSON")
+    parser.add_argument("--extra-body", type=_json_object, metavar="JSON")
+    parser.add_argument("--chat-template-kwargs", type=_json_object, metavar="JSON")
     parser.add_argument("--random-batch-size", type=int, default=1, help=argparse.SUPPRESS)
     parser.add_argument("--lora-modules", nargs="+", default=[])
     parser.add_argument("--lora-assignment", choices=("random", "round-robin"), default="random")
@@ -100,10 +100,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", nargs="?", const=True, help=argparse.SUPPRESS)
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError("must be a whole number, 1 or more")
-    return int(text)
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{shorten(text)} is no object of JSON")
+    return found
 
 
 def _add_results(parser: argparse.ArgumentParser) -> None:
@@ -122,7 +126,7 @@ def _add_results(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from holdfast.bench.client.processes import client_processes
-    from holdfast.bench.target import check_lengths, find_target
+    from holdfast.bench.target import find_target
 
     _check_arguments(arguments)
     _check_saving(arguments)
@@ -131,8 +135,7 @@ def run(arguments: argparse.Namespace) -> int:
     certificate = "insecure" if arguments.insecure else ""
     _wait_until_ready(url, key, certificate, arguments.ready_check_timeout_sec)
     target = find_target(url, key, arguments.served_model_name or arguments.model, certificate)
-    load = _with_prompts(read_load(arguments, url, target.model, key), arguments)
-    check_lengths(load, target)
+    load = _with_prompts(read_load(arguments, url, target.model, key), arguments, target)
     if arguments.num_warmups:
         from msgspec.structs import replace
 
@@ -171,14 +174,18 @@ def _check_arguments(arguments: argparse.Namespace) -> None:
     serve_dataset.check(arguments)
 
 
-def _with_prompts(load: Any, arguments: argparse.Namespace) -> Any:
-    """What a dataset's file has in it, by what the server counts; and what a word costs, where prompts are made up."""
+def _with_prompts(load: Any, arguments: argparse.Namespace, target: Any) -> Any:
+    """What a dataset's file has in it, by what the server counts; and what a word costs, where prompts are made up.
+    Lengths are checked before a text of such a length is made."""
     from msgspec.structs import replace
 
-    from holdfast.bench.target import calibrated, counted_by_server
+    from holdfast.bench.target import calibrated, check_lengths, counted_by_server
 
+    if lengths := serve_dataset.lengths_of_flags(arguments):
+        check_lengths(replace(load, lengths=lengths), target)
     found = serve_dataset.requests_of(arguments, lambda texts: counted_by_server(load, texts))
     load = replace(load, **serve_dataset.load_fields(arguments, found))
+    check_lengths(load, target)
     if load.prompts:
         return load
     load = calibrated(load)

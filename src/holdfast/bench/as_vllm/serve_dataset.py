@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.bench.as_vllm import datasets
+from holdfast.bench.as_vllm.dataset_files import conversations_of, lines_of
 from holdfast.bench.as_vllm.datasets import DatasetRequests
 from holdfast.errors import ConfigurationError
-from holdfast.units import shorten
+from holdfast.units import counted, shorten
 
 WITHOUT_EFFECT = ("trust-remote-code", "no-stream", "skip-chat-template", "no-reranker")
 OF_REFUSED = (
@@ -24,6 +25,8 @@ OF_REFUSED = (
 )  # fmt: skip
 """Arguments of datasets that are refused; beside another dataset vLLM ignores them as well."""
 SUBSETS = ("qualitative", "throughput_1k", "throughput_2k", "throughput_8k", "throughput_16k", "throughput_32k")
+MOST_TOKENS_AT_ONCE = 1 << 28
+"""Of all prompts that are made before the first is sent; they take about 6 bytes a token, several times over."""
 Sampled = Callable[[Sequence[str]], tuple[float, float]]
 """Of texts: tokens of a character, and those that the server adds to a prompt."""
 
@@ -65,11 +68,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         group.add_argument(f"--{name}", help=argparse.SUPPRESS)
 
 
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError("must be a whole number, 1 or more")
+    return int(text)
+
+
 def check(arguments: argparse.Namespace) -> None:
     """What can be told without a server."""
     name = arguments.dataset_name
     datasets.check_dataset(name, arguments.dataset_path)
+    datasets.check_asked_lengths(name, arguments.input_len, arguments.output_len)
     datasets.parse_range_ratio(arguments.random_range_ratio)
+    if not 0 < arguments.timed_trace_sec_multiplier < math.inf:
+        raise ConfigurationError(
+            f"--timed-trace-sec-multiplier {arguments.timed_trace_sec_multiplier}: no unit of time is so long",
+            needed="seconds of one unit of the trace's times, more than 0",
+            fix="--timed-trace-sec-multiplier 0.001, where these are milliseconds",
+            field="timed_trace_sec_multiplier",
+        )
     if arguments.self_timed is not None and name != "timed_trace":
         raise ConfigurationError(
             "--self-timed is of requests that have times",
@@ -80,12 +97,33 @@ def check(arguments: argparse.Namespace) -> None:
         )
 
 
+def lengths_of_flags(arguments: argparse.Namespace) -> tuple[tuple[int, int], ...]:
+    """Of requests whose texts are made of a file, as long as flags say; none where the file says it."""
+    if arguments.dataset_name != "sonnet":
+        return ()
+    lengths = (arguments.input_len or arguments.sonnet_input_len, _output(arguments, "sonnet") or 1)
+    check_room(arguments.num_prompts, arguments.num_prompts * lengths[0])
+    return (lengths,)
+
+
+def check_room(count: int, tokens: int) -> None:
+    """Whether so many prompts can be held all at once, with so many tokens in all."""
+    if tokens > MOST_TOKENS_AT_ONCE:
+        raise ConfigurationError(
+            f"{counted(count, 'prompt')} with {tokens:,} tokens in all would be made before the first is sent",
+            needed=f"{MOST_TOKENS_AT_ONCE:,} tokens at most",
+            found=f"{tokens // count:,} tokens each in the mean",
+            fix=f"--num-prompts {max(1, count * MOST_TOKENS_AT_ONCE // tokens)} or fewer, or shorter ones",
+            field="num_prompts",
+        )
+
+
 def requests_of(arguments: argparse.Namespace, sampled: Sampled) -> DatasetRequests:
     """Of a file; empty where all is made up."""
     name, path, count = arguments.dataset_name, arguments.dataset_path, arguments.num_prompts
     seed, shuffle, oversample = arguments.seed, not arguments.disable_shuffle, not arguments.no_oversample
     if name == "sharegpt":
-        pairs = datasets.in_order(datasets.conversations_of(path), seed=seed, shuffle=shuffle)
+        pairs = datasets.in_order(conversations_of(path), seed=seed, shuffle=shuffle)
         each, _ = sampled([text for pair in pairs for text in pair])
         return datasets.sharegpt(
             pairs, count, lambda text: round(each * len(text)),
@@ -99,12 +137,12 @@ def requests_of(arguments: argparse.Namespace, sampled: Sampled) -> DatasetReque
         file = path if name == "spec_bench" else str(Path(path, f"{arguments.speed_bench_dataset_subset}.jsonl"))
         return datasets.first_turns(file, name, count, **of_category, seed=seed, shuffle=shuffle, oversample=oversample)
     if name == "sonnet":
-        lines = datasets.lines_of(path, name)
+        ((tokens, answered),) = lengths_of_flags(arguments)
+        lines = lines_of(path, name)
         each, added = sampled(lines)
         return datasets.sonnet(
             lines, count, lambda text: round(added + each * len(text)), seed=seed,
-            prompt=arguments.input_len or arguments.sonnet_input_len,
-            output=_output(arguments, "sonnet") or 1, prefix=arguments.sonnet_prefix_len,
+            prompt=tokens, output=answered, prefix=arguments.sonnet_prefix_len,
         )  # fmt: skip
     if name == "burstgpt":
         return datasets.burstgpt(path, count, seed=seed)
@@ -161,11 +199,16 @@ def prompts_of_chunks(found: DatasetRequests, chunk_tokens: int, words_per_token
     """Prompts that have in common what those of the trace had: a chunk is as many words as it has tokens."""
     from holdfast.bench.load.prompts import WORDS
 
+    check_room(found.count, sum(tokens for tokens, _ in found.lengths))
     each = max(1, round(chunk_tokens * words_per_token))
     prompts = list[str]()
     for chunks, (tokens, _) in zip(found.chunks, found.lengths, strict=True):
-        words = [word for chunk in chunks for word in datasets.chunk_words(chunk, WORDS, each)]
         wanted = max(1, round(tokens * words_per_token))
-        rest = datasets.chunk_words(-1 - len(prompts), WORDS, max(0, wanted - len(words)))
-        prompts.append(" ".join([*words, *rest][:wanted]))
+        words = list[str]()
+        for chunk in chunks:
+            if len(words) == wanted:
+                break
+            words += datasets.chunk_words(chunk, WORDS, min(each, wanted - len(words)))
+        rest = datasets.chunk_words(-1 - len(prompts), WORDS, wanted - len(words))
+        prompts.append(" ".join([*words, *rest]))
     return tuple(prompts)

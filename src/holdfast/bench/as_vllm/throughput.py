@@ -4,14 +4,17 @@ arguments and result keys of `vllm bench throughput`."""
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import random
 import time
+from collections.abc import Callable
 from typing import Any
 
 from holdfast.bench.as_vllm import datasets
+from holdfast.bench.as_vllm.dataset_files import conversations_of, lines_of
 from holdfast.bench.as_vllm.offline import add_engine_arguments, open_engine, random_prompts, save
-from holdfast.bench.as_vllm.serve_dataset import OF_REFUSED
+from holdfast.bench.as_vllm.serve_dataset import OF_REFUSED, positive
 from holdfast.errors import ConfigurationError
 from holdfast.units import shorten
 
@@ -48,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefix-repetition-num-prefixes", type=int, default=10)
     parser.add_argument("--prefix-repetition-output-len", type=int, default=128)
     parser.add_argument("--no-oversample", action="store_true")
-    parser.add_argument("--num-prompts", type=int, default=1000)
+    parser.add_argument("--num-prompts", type=positive, default=1000)
     parser.add_argument("--num-warmups", type=int, default=0)
     parser.add_argument("--n", type=int, default=1, help="outputs of each prompt")
     parser.add_argument("--output-json", metavar="FILE")
@@ -69,8 +72,10 @@ def run(arguments: argparse.Namespace) -> int:
     import holdfast
 
     _check(arguments)
-    engine = open_engine(arguments)
-    prompts, lengths = _requests(arguments, arguments.num_prompts, engine)
+    # Opened where its tokenizer or its answers are needed first: a file that is none is told before a model is loaded.
+    opened = functools.cache(lambda: open_engine(arguments))
+    prompts, lengths = _requests(arguments, arguments.num_prompts, opened)
+    engine = opened()
 
     def params_of(lengths: list[int]) -> list[Any]:
         settings = {"n": arguments.n, "temperature": 1.0, "ignore_eos": True}
@@ -78,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
         return [holdfast.SamplingParams(**settings, max_tokens=one, detokenize=detokenize) for one in lengths]
 
     if arguments.num_warmups:
-        warm, warm_lengths = _requests(arguments, arguments.num_warmups, engine, seed=1)
+        warm, warm_lengths = _requests(arguments, arguments.num_warmups, opened, seed=1)
         engine.generate(warm, params_of(warm_lengths), use_tqdm=False)
     params = params_of(lengths)
     began_s = time.perf_counter()
@@ -113,11 +118,16 @@ def _check(arguments: argparse.Namespace) -> None:
             field="backend",
         )
     datasets.parse_range_ratio(arguments.random_range_ratio)
-    if arguments.dataset_path is not None or arguments.dataset_name != "sharegpt":  # As vLLM: random without a file.
-        datasets.check_dataset(arguments.dataset_name, arguments.dataset_path, offered=DATASETS)
+    name = arguments.dataset_name
+    if arguments.dataset_path is None and name == "sharegpt":  # As vLLM: random without a file.
+        name = "random"
+    datasets.check_dataset(name, arguments.dataset_path, offered=DATASETS)
+    datasets.check_asked_lengths(name, arguments.input_len, arguments.output_len)
 
 
-def _requests(arguments: argparse.Namespace, count: int, engine: Any, *, seed: int = 0) -> tuple[list[Any], list[int]]:
+def _requests(
+    arguments: argparse.Namespace, count: int, opened: Callable[[], Any], *, seed: int = 0
+) -> tuple[list[Any], list[int]]:
     """Prompts, and how long each answer is."""
     name, path, output = arguments.dataset_name, arguments.dataset_path, arguments.output_len
     oversample = not arguments.no_oversample
@@ -127,14 +137,14 @@ def _requests(arguments: argparse.Namespace, count: int, engine: Any, *, seed: i
         return _random(arguments, count, seed)
 
     def counted(text: str) -> int:
-        return len(engine.get_tokenizer().encode(text))
+        return len(opened().get_tokenizer().encode(text))
 
     if name == "sharegpt":
-        pairs = datasets.in_order(datasets.conversations_of(path), seed=seed, shuffle=True)
+        pairs = datasets.in_order(conversations_of(path), seed=seed, shuffle=True)
         found = datasets.sharegpt(pairs, count, counted, output=output, oversample=oversample)
     elif name == "sonnet":
         found = datasets.sonnet(
-            datasets.lines_of(path, name), count, counted, seed=seed, prompt=arguments.input_len or SONNET_INPUT,
+            lines_of(path, name), count, counted, seed=seed, prompt=arguments.input_len or SONNET_INPUT,
             output=output or SONNET_OUTPUT, prefix=arguments.prefix_len,
         )  # fmt: skip
     elif name == "burstgpt":
@@ -150,8 +160,15 @@ def _requests(arguments: argparse.Namespace, count: int, engine: Any, *, seed: i
         found = datasets.custom(
             path, count, output=output or DEFAULT_OUTPUT, seed=seed, shuffle=True, oversample=oversample
         )
-    texts = [(text, length) for text, (_, length) in zip(found.prompts, found.lengths, strict=True)]
-    return [text for text, _ in texts if isinstance(text, str)], [one for text, one in texts if isinstance(text, str)]
+    if messages := next((one for one in found.prompts if not isinstance(one, str)), None):
+        raise ConfigurationError(
+            f"--dataset-path: {shorten(path)} has lists of messages, and without a server no chat template is applied",
+            needed='lines of text, or of JSON with "prompt"',
+            found=shorten(messages),
+            fix="holdfast bench serve --backend openai-chat --dataset-name custom, or a file of texts",
+            field="dataset_path",
+        )
+    return list(found.prompts), [length for _, length in found.lengths]
 
 
 def _random(arguments: argparse.Namespace, count: int, seed: int) -> tuple[list[Any], list[int]]:

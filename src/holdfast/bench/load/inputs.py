@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
+from holdfast.bench.load.files import content_of, lines_in, rows_in
 from holdfast.bench.load.load import Arrival, LengthRange
 from holdfast.errors import ConfigurationError
 from holdfast.planner.inputs.traffic import read_requests
-from holdfast.units import MIB, parse_tokens, shorten
+from holdfast.units import parse_tokens, shorten
 
 NO_TIMES = "HF163"
-FILE_LIMIT_BYTES = 512 * MIB
 _RANGE = re.compile(r"\s*(\d+[kKmM]?)\s*(?:-|\.\.)\s*(\d+[kKmM]?)\s*")
 
 
@@ -53,10 +52,8 @@ def read_prompts(path: str) -> tuple[Any, ...]:
     """Texts or lists of messages: one a line, as text, JSON text, or an object with `prompt`, `messages` or a batch's
     `body`; or ShareGPT's JSON list of `conversations`."""
     try:
-        if Path(path).stat().st_size > FILE_LIMIT_BYTES:
-            raise ValueError(f"more than {FILE_LIMIT_BYTES // MIB} MiB")
-        text = Path(path).read_text(encoding="utf-8")
-        found = _conversations(text) if text.lstrip().startswith("[") else _lines(text)
+        content = content_of(path)
+        found = _conversations(content) if content[:1024].lstrip().startswith(b"[") else _lines(content)
     except (OSError, ValueError, RecursionError) as error:
         raise _unreadable(path, str(error)) from error
     if not found:
@@ -74,24 +71,29 @@ def _unreadable(path: str, why: str) -> ConfigurationError:
     )
 
 
-def _lines(text: str) -> list[Any]:
+def _lines(content: bytes) -> list[Any]:
     found: list[Any] = []
-    for line in filter(None, map(str.strip, text.splitlines())):
-        if not line.startswith(("{", '"')):
-            found.append(line)
+    for number, line in lines_in(content):
+        text = line.strip()
+        if not text.startswith(("{", '"')):
+            found.append(text)
             continue
-        row = json.loads(line)
+        try:
+            row = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"line {number}: {error}") from error
         row = row.get("body", row) if isinstance(row, dict) else row
         asked = (row.get("messages") or row.get("prompt")) if isinstance(row, dict) else row
-        if not isinstance(asked, str | list) or not asked:
-            raise ValueError(f"neither prompt nor messages in {shorten(line)}")
+        messages = isinstance(asked, list) and all(isinstance(message, dict) for message in asked)
+        if not asked or not (isinstance(asked, str) or messages):
+            raise ValueError(f"line {number}: neither prompt nor messages in {shorten(text)}")
         found.append(asked)
     return found
 
 
-def _conversations(text: str) -> list[Any]:
+def _conversations(content: bytes) -> list[Any]:
     found = []
-    for row in json.loads(text):
+    for row in rows_in(content):
         turns = row.get("conversations") or row.get("conversation") if isinstance(row, dict) else None
         if isinstance(turns, list) and turns and isinstance(turns[0], dict) and isinstance(turns[0].get("value"), str):
             found.append(turns[0]["value"])

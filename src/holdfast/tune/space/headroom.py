@@ -17,7 +17,7 @@ from holdfast.tune.configuration import ServerConfiguration, Value, flags_of
 from holdfast.tune.space.axes import LEAST_STEP_TOKENS, UTILIZATIONS, length_of_traffic, longest
 from holdfast.tune.space.plans import Planner
 from holdfast.tune.trial import Trial
-from holdfast.units import MIB, counted, format_bytes
+from holdfast.units import MIB, counted, format_bytes, shorten
 
 NOTHING_LEFT = "HF167"
 LOWER_UTILIZATIONS = (0.6, 0.5, 0.4, 0.3)
@@ -42,16 +42,22 @@ class NearestMiss(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def nearest_miss(trials: Sequence[Trial], headroom: float) -> NearestMiss | None:
-    """By the worst of its runs. None: nothing ran, or nobody said how much was free."""
+    """By the worst of its runs. None: all died at least once, or nobody said how much was free.
+
+    One that died once is not kept for that, however much its other runs left; one that left enough missed nothing."""
+    died = {trial.configuration for trial in trials if trial.died}
     worst: dict[ServerConfiguration, tuple[float, str]] = {}
     for trial in trials:
         for name, share in trial.free_share.items():
-            if not trial.died:
+            if trial.configuration not in died:
                 worst[trial.configuration] = min(worst.get(trial.configuration, (share, name)), (share, name))
-    if not worst:
+    missed = {configuration: least for configuration, least in worst.items() if least[0] < headroom}
+    if not missed:
         return None
-    configuration, (share, name) = max(worst.items(), key=lambda item: item[1][0])
-    return NearestMiss(configuration=configuration, memory=name, free_share=share, short_share=headroom - share)
+    configuration, (share, name) = max(missed.items(), key=lambda item: item[1][0])
+    nearest = NearestMiss(configuration=configuration, memory=name, free_share=share, short_share=headroom - share)
+    assert nearest.short_share > 0
+    return nearest
 
 
 def no_headroom(
@@ -60,6 +66,9 @@ def no_headroom(
     tried = len({trial.configuration for trial in trials})
     died = len({trial.configuration for trial in trials if trial.died})
     found, fix = f"{counted(tried, 'configuration')}, which left less", "fewer sequences, a shorter context"
+    if reasons := [trial.died for trial in trials if trial.died] if died == tried else []:
+        found = f"{counted(tried, 'configuration')}, which left less in some runs and died in others: "
+        found += shorten(reasons[0], 200)
     if (nearest := nearest_miss(trials, headroom)) is not None:
         plan, total_bytes = _planned(planner, nearest.configuration), memory().total_bytes
         on_gpu = plan is not None and plan.question.machine.kind == "gpu"
@@ -80,7 +89,7 @@ def no_headroom(
         f"nothing is kept: no configuration that was tried left {headroom:.0%} of memory free",
         code=NOTHING_LEFT,
         needed=f"{headroom:.0%} of RAM and VRAM free at the worst moment (--headroom)",
-        found=found + (f"; {died} of them died" if died else ""),
+        found=found + (f"; {died} of them died" if 0 < died < tried else ""),
         fix=fix,
         field="headroom",
     )
