@@ -11,12 +11,14 @@ import pytest
 from holdfast.bench.load.load import Arrival
 from holdfast.bench.measure.objectives import parse_slo
 from holdfast.cli.commands.tune import planned_settings, settings_of_flags
+from holdfast.hardware.probe import Memory
 from holdfast.tune.configuration import DEFAULT, Axis, ServerConfiguration, command_of, start_words
 from holdfast.tune.gain import gain_of
 from holdfast.tune.measure import cause_of, timeout_of
 from holdfast.tune.replay import busiest, kept_per_s, replayed
 from holdfast.tune.report import lines
 from holdfast.tune.result import make_result
+from holdfast.tune.space import headroom
 from holdfast.tune.space.axes import space_of
 from holdfast.tune.space.headroom import nearest_miss, no_headroom
 from holdfast.tune.space.plans import Planner
@@ -212,7 +214,27 @@ def test_what_is_likely_but_not_proven_is_said_to_be_that() -> None:
     assert any(" 3.00 " in line and " 3 " in line for line in said)  # The default's row: of this pace.
 
 
-def test_what_nothing_kept_is_told_with_what_came_nearest_and_what_would_be_enough() -> None:
+def test_memory_that_others_hold_is_no_matter_of_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server has ended, and without it there is less than what shall be free."""
+    now = Memory(total_bytes=100 << 30, available_bytes=77 << 30, limited_by="machine")
+    monkeypatch.setattr(headroom, "memory", lambda: now)
+    monkeypatch.setattr(headroom, "memory_holders", lambda: ("python3 (pid 7) 20.00 GiB",))
+    small = Planner("smollm2", engine="holdfast", settings={})
+    tight = Trial(configuration=DEFAULT, stage="default", speed=1.0, headroom_held=False, free_share={"RAM": 0.75})
+    said = no_headroom([tight], 0.8, small, FEW, model="smollm2").fix or ""
+    assert said.startswith(
+        "without any server 77.0% of RAM is free now: end what else holds it (python3 (pid 7) 20.00 GiB)"
+    )
+    assert "--max-num-seqs" not in said
+    assert "holdfast plan" not in said
+    assert "without any server" not in (no_headroom([tight], 0.76, small, FEW, model="smollm2").fix or "")
+
+
+def test_what_nothing_kept_is_told_with_what_came_nearest_and_what_would_be_enough(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    free = Memory(total_bytes=64 << 30, available_bytes=64 << 30, limited_by="machine")
+    monkeypatch.setattr(headroom, "memory", lambda: free)
     planner = Planner("llama-3.1-8b", engine="holdfast", settings={"gpu": "h100-80"})
     arrivals = [Arrival(0.1 * at, 3000, 1000) for at in range(200)]
     nearest = ServerConfiguration((("max_num_seqs", 64),))

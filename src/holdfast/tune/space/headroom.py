@@ -11,7 +11,7 @@ import msgspec
 
 from holdfast.bench.load.load import Arrival
 from holdfast.errors import DoesNotFitError, HoldfastError
-from holdfast.hardware.probe import memory
+from holdfast.hardware.probe import memory, memory_holders
 from holdfast.planner.fit.result import Plan
 from holdfast.tune.configuration import ServerConfiguration, Value, flags_of
 from holdfast.tune.space.axes import LEAST_STEP_TOKENS, UTILIZATIONS, length_of_traffic, longest
@@ -80,7 +80,9 @@ def no_headroom(
             f"{nearest.free_share:.1%} of {nearest.memory} with {nearest.configuration}, which {among}:"
             f" {nearest.short_share:.1%} short, {format_bytes(short_bytes)}"
         )
-        if nearest.memory == "RAM" and on_gpu:
+        if nearest.memory == "RAM" and (others := _held_by_others(headroom)):
+            fix = others
+        elif nearest.memory == "RAM" and on_gpu:
             fix = "less RAM for KV and layers (--kv-ram, --ram), more RAM, or end what else holds it"
         elif plan is not None:
             flag = "--vram" if nearest.memory == "VRAM" else "--ram"
@@ -92,6 +94,20 @@ def no_headroom(
         found=found + (f"; {died} of them died" if 0 < died < tried else ""),
         fix=fix,
         field="headroom",
+    )
+
+
+def _held_by_others(headroom: float) -> str:
+    """Where no setting of a server helps: it has ended, and without it there is too little. Empty: there is enough."""
+    now = memory()
+    free_share = now.available_bytes / now.total_bytes
+    if free_share >= headroom:
+        return ""
+    holders = memory_holders()
+    most = f" ({', '.join(holders)})" if holders else ""
+    return (
+        f"without any server {free_share:.1%} of RAM is free now: end what else holds it{most}, a machine with more,"
+        f" or a --headroom below that"
     )
 
 
