@@ -73,3 +73,18 @@ def test_the_price_of_kv_is_that_of_the_disk_where_it_takes_the_layers() -> None
     in_ram = api.plan("llama-3.1-70b-awq", gpu="rtx4090", ram="64GiB", nvme="1TB").offload
     assert in_ram is not None
     assert str(in_ram.price).endswith("6 more layers streamed, 13% more bytes a step")
+
+
+def test_a_disk_that_was_limited_is_limited_in_the_command_too(tmp_path: Path) -> None:
+    on_gpu = {"gpu": "rtx4090", "ram": "16GiB"}
+    limited = api.plan("llama-3.1-70b-awq", **on_gpu, nvme="9GiB", nvme_path=str(tmp_path))
+    assert limited.offload is not None
+    assert limited.offload.command.text.endswith(f"--nvme-path {tmp_path} --nvme 9GiB")
+    by_size = api.plan("llama-3.1-70b-awq", **on_gpu, nvme="9GiB").offload
+    assert by_size is not None
+    assert by_size.command.text.endswith("--nvme-path DIR --nvme 9GiB")
+    open_ended = api.plan("llama-3.1-70b-awq", **on_gpu, nvme_path=str(tmp_path)).offload
+    assert open_ended is not None
+    assert open_ended.command.text.endswith(f"--nvme-path {tmp_path}"), "what is free there, as of a server"
+    on_cpu = {"device": "cpu", "ram": "10GiB", "max_model_len": 2048, "nvme_path": str(tmp_path)}
+    assert api.plan(MODEL, **on_cpu, nvme="20GiB").commands["holdfast"].text.endswith("--nvme 20GiB")

@@ -141,7 +141,14 @@ def _machine(question: Question, named: Mapping[str, object]) -> Machine:
             for device in made.devices
         )
         made = replace(made, devices=tuple(devices))
-    return replace(made, ram_bytes=machine.ram_bytes, nvme_bytes=machine.nvme_bytes, host=machine.host)
+    return replace(
+        made,
+        ram_bytes=machine.ram_bytes,
+        nvme_bytes=machine.nvme_bytes,
+        nvme_limit_bytes=machine.nvme_limit_bytes,
+        nvme_path=machine.nvme_path,
+        host=machine.host,
+    )
 
 
 def left_to_the_plan(found: Plan, offered: Sequence[Remedy]) -> Iterator[list[Change]]:
