@@ -88,3 +88,14 @@ def test_a_disk_that_was_limited_is_limited_in_the_command_too(tmp_path: Path) -
     assert open_ended.command.text.endswith(f"--nvme-path {tmp_path}"), "what is free there, as of a server"
     on_cpu = {"device": "cpu", "ram": "10GiB", "max_model_len": 2048, "nvme_path": str(tmp_path)}
     assert api.plan(MODEL, **on_cpu, nvme="20GiB").commands["holdfast"].text.endswith("--nvme 20GiB")
+
+
+def test_kv_that_ram_and_disk_leave_no_room_for_has_no_price_but_what_they_lack() -> None:
+    machine = {"gpu": "rtx4090", "ram": "16GiB", "nvme": "9GiB"}
+    full = api.plan("llama-3.1-70b-awq", **machine).offload
+    assert full is not None
+    assert full.price == "8,192 tokens more of KV: 6 more layers streamed, for which the disk is 2.48 GiB short"
+    without_disk = api.plan("llama-3.1-70b-awq", gpu="rtx4090", ram="24.5GiB").offload
+    assert without_disk is not None
+    assert without_disk.runs
+    assert str(without_disk.price).endswith("6 more layers streamed, for which RAM is 2.14 GiB short")
