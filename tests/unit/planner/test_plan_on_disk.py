@@ -99,3 +99,13 @@ def test_kv_that_ram_and_disk_leave_no_room_for_has_no_price_but_what_they_lack(
     assert without_disk is not None
     assert without_disk.runs
     assert str(without_disk.price).endswith("6 more layers streamed, for which RAM is 2.14 GiB short")
+
+
+def test_a_remedy_names_the_folder_that_was_given(tmp_path: Path) -> None:
+    asked = {"gpu": "rtx4090", "ram": "16GiB", "nvme": "9GiB"}
+    named, open_ended = (
+        next(way for way in api.plan("llama-3.1-70b-awq", **asked, nvme_path=folder).ways_out if way.kind == "tiers")
+        for folder in (str(tmp_path), None)
+    )
+    assert str(named.note).endswith(f"given --nvme-path {tmp_path}")
+    assert str(open_ended.note).endswith("given --nvme-path DIR, a folder on that disk")

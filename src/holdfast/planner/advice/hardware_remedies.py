@@ -7,6 +7,7 @@ them, and say so.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -286,7 +287,8 @@ def _streamed(variant: Variant | None, question: Question) -> Change | None:
     else:
         held = placed_tiers(placed)
         stays = f"{held.resident_layers} of {held.layers} layers"
-    stated = pinned_room(question) is not None
+    stated, folder = pinned_room(question) is not None, question.machine.nvme_path
+    given = "--nvme-path DIR, a folder on that disk" if folder is None else f"--nvme-path {shlex.quote(folder)}"
     disk = f", {format_bytes(held.nvme_bytes)} on NVMe at {NVME_GB_S:g} GB/s (assumed)" if held.nvme_bytes else ""
     return Change(
         question,
@@ -297,7 +299,7 @@ def _streamed(variant: Variant | None, question: Question) -> Change | None:
         + ("" if stated else f"; it needs {format_bytes(free)} of free RAM"),
         note=("" if variant is None else f"{quality_price(variant)}. ")
         + "holdfast serve does this by itself where a model does not fit on the GPU"
-        + (", given --nvme-path DIR, a folder on that disk" if held.nvme_bytes else ""),
+        + (f", given {given}" if held.nvme_bytes else ""),
         tiers=held,
         fit=placed.plan,
         price=None if variant is None else quality_price(variant),
