@@ -109,3 +109,17 @@ def test_a_remedy_names_the_folder_that_was_given(tmp_path: Path) -> None:
     )
     assert str(named.note).endswith(f"given --nvme-path {tmp_path}")
     assert str(open_ended.note).endswith("given --nvme-path DIR, a folder on that disk")
+
+
+def test_a_disk_that_the_plan_does_not_use_is_said(tmp_path: Path) -> None:
+    unused = "not used by this plan"
+    fits = str(api.plan(MODEL, gpu="rtx4090", quantization="int4", nvme="9GiB"))
+    assert f"NVMe: 9.00 GiB, {unused}" in fits
+    in_ram = str(api.plan("llama-3.1-70b-awq", gpu="rtx4090", ram="64GiB", nvme="9GiB"))
+    assert f"NVMe: 9.00 GiB, {unused}" in in_ram
+    several = str(api.plan("llama-3.1-70b-awq", gpu="rtx4090x2", nvme="9GiB"))
+    assert f"NVMe: 9.00 GiB, {unused}" in several
+    assert unused not in str(api.plan("llama-3.1-70b-awq", gpu="rtx4090", ram="24GiB", nvme="9GiB"))
+    on_cpu = {"device": "cpu", "max_model_len": 2048, "nvme_path": str(tmp_path)}
+    assert unused not in str(api.plan(MODEL, **on_cpu, ram="10GiB"))
+    assert unused in str(api.plan(MODEL, **on_cpu, ram="40GiB"))
