@@ -202,11 +202,11 @@ def tiers_here(found: Plan, offered: Sequence[Remedy]) -> Iterator[list[Change]]
 
 def _one_of_several(question: Question, undone: Mapping[str, object]) -> Iterator[list[Change]]:
     """On the largest alone, as a server does that is told nothing of ranks, with layers in RAM: several hold no more
-    than the smallest of them lets them. Not where sizes or numbers of machines were set."""
+    than the smallest of them lets them. Not where sizes or numbers of machines were set, or RAM is not known."""
     settings, devices = question.settings, question.machine.devices
     largest_gpu = max(devices, key=lambda device: device.free_bytes)
     left_open = settings.tensor_parallel in (None, 1) and settings.pipeline_parallel == 1
-    if not left_open or settings.nodes * settings.data_parallel > 1:
+    if pinned_room(question) is None or not left_open or settings.nodes * settings.data_parallel > 1:
         return
     others = tuple(device for device in devices if device is not largest_gpu)
     machine = replace(question.machine, devices=(largest_gpu,), aside=(*question.machine.aside, *others))
