@@ -58,20 +58,32 @@ def working_command(error: HoldfastError, words: Sequence[str], parse: Parse) ->
     if any(_flag_of(word) in MACHINES for word in words):
         return None
     text, refused, also = command_line(words), error, list[HoldfastError]()
+    added = set[str]()
     for _ in range(ROUNDS):
         changed = _put_right(text, refused)
         if changed is None or changed == text or _guards(changed, refused) != _guards(text, refused):
             return None
+        added |= _added(text, refused)
         text = changed
         found = refused_start(shlex.split(text)[1:], parse)
         if found is None:
             kept = _keeps_model(text, words, parse) and not _guesses_model(text, words, parse)
             return WorkingCommand(text, tuple(one.message for one in also)) if kept else None
-        # Of one setting once: the next value for it is ours, and that less is free by now is no other mistake.
-        if _about(found) not in map(_about, also):
+        # Of one setting once: the next value for it is ours, and that less is free by now is no other mistake. Nor is
+        # what is wrong with the example value of a flag that nobody wrote.
+        settings = _settings(found)
+        if _about(found) not in map(_about, also) and not (settings and added.issuperset(settings)):
             also.append(found)
         refused = found
     return None
+
+
+def _added(text: str, error: HoldfastError) -> set[str]:
+    """Flags that the error's advice brings, with a value of its own."""
+    if isinstance(error, ConfigurationError) and error.unknown:
+        return set()
+    written = {_flag_of(word) for word in shlex.split(text)}
+    return {flag for flag, value in _changes(error).items() if value is not None and flag not in written}
 
 
 def _about(error: HoldfastError) -> tuple[str, ...]:

@@ -17,7 +17,13 @@ from holdfast.observability.decisions import Decision
 from holdfast.planner.fit.placement import beside_layers
 from holdfast.planner.inputs.machine import Asked, machine_of
 from holdfast.planner.inputs.question import Machine, Question, Traffic, settings_of
-from holdfast.planner.inputs.replicas import all_machines, one_replica, ranks_of_a_replica, share_of_a_replica
+from holdfast.planner.inputs.replicas import (
+    all_machines,
+    one_replica,
+    ranks_of_a_replica,
+    share_of_a_replica,
+    sizes_of_nodes,
+)
 from holdfast.planner.models.adjusted import adjusted
 from holdfast.planner.models.resolve import resolve_model
 from holdfast.planner.report.answer import PlanAnswer, answer
@@ -73,6 +79,7 @@ def question_of(config: PlanConfig, *, traffic: Stated | None = None) -> Questio
     resolved = resolve_model(config.model, revision=config.revision, quantization=config.quantization)
     check_experts(config.enable_expert_parallel, resolved.model.spec)
     model, changed = adjusted(resolved.model, config)
+    config, sizes = sizes_of_nodes(found.machine, resolved.model, config)
     machine, on_disk = _with_disk(found.machine, config)
     machine, shared = _share_of_vram(machine, config)
     machine, divided = one_replica(machine, config)
@@ -97,7 +104,17 @@ def question_of(config: PlanConfig, *, traffic: Stated | None = None) -> Questio
             text_only=config.language_model_only,
         ),
         traffic=_with_length(share_of_a_replica(wanted, config), config.max_model_len or model.spec.max_position),
-        decisions=(*resolved.decisions, *changed, *found.decisions, *on_disk, *shared, *divided, *spread, *said),
+        decisions=(
+            *resolved.decisions,
+            *changed,
+            *found.decisions,
+            *on_disk,
+            *shared,
+            *divided,
+            *spread,
+            *sizes,
+            *said,
+        ),
     )
     return _with_pinned_ram(question, config)
 

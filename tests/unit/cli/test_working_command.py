@@ -237,3 +237,15 @@ def test_a_command_of_several_machines_is_told_what_is_wrong_and_not_another_pla
     said = capsys.readouterr().err
     assert "HF" in said
     assert "holdfast serve" not in said
+
+
+def test_an_example_value_of_a_flag_that_nobody_wrote_is_no_mistake(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = tmp_path / "nowhere"
+    assert main(["serve", "some/model", "--nvme", "4GiB"]) == 2
+    said = capsys.readouterr().err
+    assert "there is no folder for it" in said
+    assert "also refused" not in said
+    assert main(["serve", "some/model", "--nvme", "4GiB", "--nvmepath", str(missing)]) == 2
+    assert f"also refused: --nvme-path: No such file or directory: {missing}" in capsys.readouterr().err

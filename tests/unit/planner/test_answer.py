@@ -233,7 +233,7 @@ def test_every_device_and_every_way_out_has_the_same_keys(ask: Ask) -> None:
     assert {"tiers", "more_gpus"} <= {way["kind"] for way in ways}
     assert len({tuple(sorted(way)) for way in ways}) == 1
     assert all(way["kv_tokens"] for way in ways), "Holdfast does these tiers: a pool is planned"
-    two = answer(ask("llama-3.1-70b", "rtx4090", count=2, ram_bytes=256 << 30)).to_json()["ways_out"]
+    two = answer(ask("llama-3.1-70b", "rtx4090", count=2, tensor_parallel=2, ram_bytes=256 << 30)).to_json()["ways_out"]
     assert all((way["kv_tokens"] is None) == (way["tiers"] is not None) for way in two)
 
 

@@ -73,3 +73,53 @@ def test_the_price_of_kv_is_that_of_the_disk_where_it_takes_the_layers() -> None
     in_ram = api.plan("llama-3.1-70b-awq", gpu="rtx4090", ram="64GiB", nvme="1TB").offload
     assert in_ram is not None
     assert str(in_ram.price).endswith("6 more layers streamed, 13% more bytes a step")
+
+
+def test_a_disk_that_was_limited_is_limited_in_the_command_too(tmp_path: Path) -> None:
+    on_gpu = {"gpu": "rtx4090", "ram": "16GiB"}
+    limited = api.plan("llama-3.1-70b-awq", **on_gpu, nvme="9GiB", nvme_path=str(tmp_path))
+    assert limited.offload is not None
+    assert limited.offload.command.text.endswith(f"--nvme-path {tmp_path} --nvme 9GiB")
+    by_size = api.plan("llama-3.1-70b-awq", **on_gpu, nvme="9GiB").offload
+    assert by_size is not None
+    assert by_size.command.text.endswith("--nvme-path DIR --nvme 9GiB")
+    open_ended = api.plan("llama-3.1-70b-awq", **on_gpu, nvme_path=str(tmp_path)).offload
+    assert open_ended is not None
+    assert open_ended.command.text.endswith(f"--nvme-path {tmp_path}"), "what is free there, as of a server"
+    on_cpu = {"device": "cpu", "ram": "10GiB", "max_model_len": 2048, "nvme_path": str(tmp_path)}
+    assert api.plan(MODEL, **on_cpu, nvme="20GiB").commands["holdfast"].text.endswith("--nvme 20GiB")
+
+
+def test_kv_that_ram_and_disk_leave_no_room_for_has_no_price_but_what_they_lack() -> None:
+    machine = {"gpu": "rtx4090", "ram": "16GiB", "nvme": "9GiB"}
+    full = api.plan("llama-3.1-70b-awq", **machine).offload
+    assert full is not None
+    assert full.price == "8,192 tokens more of KV: 6 more layers streamed, for which the disk is 2.48 GiB short"
+    without_disk = api.plan("llama-3.1-70b-awq", gpu="rtx4090", ram="24.5GiB").offload
+    assert without_disk is not None
+    assert without_disk.runs
+    assert str(without_disk.price).endswith("6 more layers streamed, for which RAM is 2.14 GiB short")
+
+
+def test_a_remedy_names_the_folder_that_was_given(tmp_path: Path) -> None:
+    asked = {"gpu": "rtx4090", "ram": "16GiB", "nvme": "9GiB"}
+    named, open_ended = (
+        next(way for way in api.plan("llama-3.1-70b-awq", **asked, nvme_path=folder).ways_out if way.kind == "tiers")
+        for folder in (str(tmp_path), None)
+    )
+    assert str(named.note).endswith(f"given --nvme-path {tmp_path}")
+    assert str(open_ended.note).endswith("given --nvme-path DIR, a folder on that disk")
+
+
+def test_a_disk_that_the_plan_does_not_use_is_said(tmp_path: Path) -> None:
+    unused = "not used by this plan"
+    fits = str(api.plan(MODEL, gpu="rtx4090", quantization="int4", nvme="9GiB"))
+    assert f"NVMe: 9.00 GiB, {unused}" in fits
+    in_ram = str(api.plan("llama-3.1-70b-awq", gpu="rtx4090", ram="64GiB", nvme="9GiB"))
+    assert f"NVMe: 9.00 GiB, {unused}" in in_ram
+    several = str(api.plan("llama-3.1-70b-awq", gpu="rtx4090x2", nvme="9GiB"))
+    assert f"NVMe: 9.00 GiB, {unused}" in several
+    assert unused not in str(api.plan("llama-3.1-70b-awq", gpu="rtx4090", ram="24GiB", nvme="9GiB"))
+    on_cpu = {"device": "cpu", "max_model_len": 2048, "nvme_path": str(tmp_path)}
+    assert unused not in str(api.plan(MODEL, **on_cpu, ram="10GiB"))
+    assert unused in str(api.plan(MODEL, **on_cpu, ram="40GiB"))

@@ -130,3 +130,42 @@ def test_gpus_and_ranks_that_do_not_divide_are_refused_in_whole_words() -> None:
     assert refused.value.code == "HF133"
     with pytest.raises(ConfigurationError, match=r"3 ranks \(-tp 1 x -pp 3\) cannot be on 2 nodes"):
         plan(DENSE, device="cpu", ram="100GiB", pipeline_parallel_size=3, nnodes=2)
+
+
+def test_layers_are_not_spread_over_more_gpus_than_machines_have_where_stages_do() -> None:
+    found = plan("llama-3.1-405b", gpu="h100-80x32")
+    assert (found.fit.tensor_parallel, found.fit.pipeline_parallel) == (8, 2)
+    as_set = plan("llama-3.1-405b", gpu="h100-80x32", tensor_parallel_size=16)
+    assert found.fit.limits.max_model_len == as_set.fit.limits.max_model_len
+    said = {one.field: one.reason for one in found.decisions if one.field.endswith("_parallel_size")}
+    assert said == {
+        "tensor_parallel_size": "of 32, as many as most machines have; each layer over 16 would fit too",
+        "pipeline_parallel_size": "the fewest stages of 8 GPUs that leave as long a context",
+    }
+    assert len(found.commands["holdfast"].nodes) == 2
+    [taken] = [one for one in found.to_json()["warnings"] if one["code"] == "HFW41"]
+    assert taken["message"].startswith("16 GPUs are taken as 2 machines with 8 GPUs each")
+    assert taken["fix"].startswith("--gpu h100-80x8 --nnodes 2 ")
+    [untried] = [one for one in as_set.warnings if one.code == "HFW41"]
+    assert untried.message.startswith("16 ranks on one machine: ")
+    assert untried.fix == "-tp 8 -pp 2"
+    assert "HFW41" not in {one.code for one in plan("llama-3.1-405b", gpu="h100-80x8").warnings}
+    of_vllm = plan("llama-3.1-405b", engine="vllm", gpu="h100-80x32", tensor_parallel_size=16)
+    assert "HFW41" not in {one.code for one in of_vllm.warnings}, "it is of our ranks"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "nodes", "sizes"), [("h100-80x8", 2, (8, 2)), ("h100-80x8", 4, (8, 4)), ("h100-80x6", 2, (2, 6))]
+)
+def test_sizes_of_several_nodes_are_left_to_the_plan(gpu: str, nodes: int, sizes: tuple[int, int]) -> None:
+    found = plan("llama-3.1-405b", gpu=gpu, nnodes=nodes)
+    assert (found.fit.tensor_parallel, found.fit.pipeline_parallel) == sizes
+    assert f"--tensor-parallel-size {sizes[0]} --pipeline-parallel-size {sizes[1]}" in found.commands["holdfast"].text
+    [said] = [one for one in found.decisions if one.field == "sizes"]
+    assert said.value == f"-tp {sizes[0]} -pp {sizes[1]}"
+
+
+def test_gpus_of_all_machines_together_are_named_as_many_as_there_are() -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        plan("llama-3.1-405b", gpu="h100-80x8", tensor_parallel_size=8, nnodes=4)
+    assert str(refused.value.fix).endswith("name the GPUs of all machines together: --gpu h100-80x32")

@@ -85,3 +85,23 @@ def test_no_second_card_goes_into_a_laptop(gpu: str, more: bool) -> None:
     found = plan("qwen3-32b", gpu=gpu, engine="vllm", max_model_len=8192)
     assert not found.fits
     assert any(way.kind == "more_gpus" for way in found.ways_out) is more
+
+
+def test_of_gpus_that_do_not_hold_it_together_the_largest_runs_it_with_layers_in_ram() -> None:
+    """A second, smaller card is no reason for worse: a server takes the larger one by itself."""
+    found = plan("llama-3.1-70b", gpu="rtx4090,rtx3060", quantization="int4", ram="64GiB")
+    alone = plan("llama-3.1-70b", gpu="rtx4090", quantization="int4", ram="64GiB")
+    assert not found.fits
+    assert alone.offload is not None
+    way = found.ways_out[0]
+    assert way.change.startswith("the rtx4090 alone, with layers in RAM: 35 of 80 layers on the GPU")
+    assert way.flags == "--gpu rtx4090"
+    assert way.fit.limits == alone.offload.placement.plan.limits
+    assert found.commands["holdfast"].text.endswith(alone.offload.command.text)
+    assert found.commands["holdfast"].text.startswith("CUDA_VISIBLE_DEVICES=0 "), "the other one is not shown to it"
+    more = next(way for way in found.ways_out if way.kind == "more_gpus")
+    assert more.change.startswith("4 x rtx3060 instead of rtx4090 and rtx3060")
+    alike = plan("llama-3.1-70b", gpu="rtx3060x2", quantization="int4", ram="64GiB")
+    assert alike.ways_out[0].change.startswith("one rtx3060 alone, ")
+    as_set = plan("llama-3.1-70b", gpu="rtx4090,rtx3060", quantization="int4", ram="64GiB", tensor_parallel_size=2)
+    assert not any("alone" in way.change for way in as_set.ways_out)

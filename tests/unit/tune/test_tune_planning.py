@@ -27,6 +27,7 @@ from holdfast.tune.space.pruning import (
     SAME,
     SHORT,
     SLOWER,
+    TIGHT,
     PrunedAgainst,
     Survivors,
     most_goodput,
@@ -62,6 +63,15 @@ def test_a_larger_kv_cache_is_tried_where_what_may_run_at_once_does_not_fit() ->
         "the default", "--max-num-seqs 16", "--gpu-memory-utilization 0.8",
     ]  # fmt: skip
     assert told(found) == {SAME: 1}  # 16 of them fit in either.
+
+
+def test_what_leaves_too_little_of_a_cpus_memory_says_ram() -> None:
+    planner = Planner("smollm2", engine="holdfast", settings={"ram": "8GiB", "device": "cpu"})
+    found = survivors(
+        (Axis("max_num_seqs", (None, 16)),), planner, PrunedAgainst(arrivals=FEW, engine="holdfast", headroom=0.99)
+    )
+    tight = next(one for one in found.pruned if one.kind == TIGHT)
+    assert "% of RAM would be left, of 99%" in tight.example
 
 
 def test_what_does_not_fit_or_is_too_short_is_not_started() -> None:

@@ -274,3 +274,11 @@ def test_progress_tells_stages_and_the_time_that_is_used() -> None:
     quiet = TuneProgress(None, used_s=lambda: 0.0, budget_s=1.0)
     quiet.say("nothing")
     assert quiet.told(len) is len  # type: ignore[comparison-overlap, arg-type]
+
+
+def test_a_log_that_is_not_there_is_had_from_where_servers_write_it(tmp_path: Path) -> None:
+    """The access log goes to standard error."""
+    _, arguments = parse_command_line(["tune", "smollm2", "--traffic", str(tmp_path / "no.log"), "--slo", "ttft=1s"])
+    with pytest.raises(ConfigurationError) as caught:
+        tune.tuned(arguments)
+    assert "holdfast serve MODEL 2> access.log" in str(caught.value.fix)

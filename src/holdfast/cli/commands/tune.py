@@ -152,7 +152,7 @@ def _arrivals(source: str, prefix_tokens: int) -> tuple[Arrival, ...]:
         return tuple(Arrival(one.at_s, max(least, one.prompt_tokens), one.output_tokens) for one in read_replay(source))
     except ConfigurationError as error:
         error.fix = (
-            "--traffic FILE with what a server wrote (holdfast serve MODEL > access.log), or with lines such as"
+            "--traffic FILE with what a server wrote (holdfast serve MODEL 2> access.log), or with lines such as"
             ' {"start": 12.5, "prompt_tokens": 200, "completion_tokens": 50}'
         )
         raise

@@ -7,6 +7,7 @@ them, and say so.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -37,7 +38,7 @@ from holdfast.planner.fit.count import least_bytes
 from holdfast.planner.fit.expert_placement import ExpertPlacement, place_larger
 from holdfast.planner.fit.placement import can_stream, may_stream, pinned_room
 from holdfast.planner.fit.placement import place as place_layers
-from holdfast.planner.fit.search import Plan, Question, fit
+from holdfast.planner.fit.search import Plan, Question, describe_devices, fit
 from holdfast.planner.inputs.machine import NVME_LIMIT_BYTES, Asked, machine_of
 from holdfast.planner.inputs.question import Device, Machine, PlannedModel
 from holdfast.planner.models.model_sources import MADE_WHILE_LOADING
@@ -99,6 +100,8 @@ def _layouts(question: Question, variant: Variant | None, below: int | None) -> 
     devices = question.machine.devices
     smallest = min(devices, key=lambda device: device.free_bytes)
     sizes = parallel_sizes(question.model.spec, LARGEST_TENSOR_PARALLEL)
+    alike = len({device.name for device in devices}) == 1
+    before = str(len(devices)) if alike else describe_devices(devices)
     what = "" if variant is None else f", {variant.label}"
     for tensor, stages in [(size, 1) for size in sizes] + [(sizes[-1], stages) for stages in STAGES]:
         count = tensor * stages
@@ -117,7 +120,7 @@ def _layouts(question: Question, variant: Variant | None, below: int | None) -> 
             yield Change(
                 more,
                 {"gpus": count, **named, **parallel, **model_setting(variant), **extra},
-                f"{count} x {smallest.name} instead of {len(devices)}{what}{also(extra)}",
+                f"{count} x {smallest.name} instead of {before}{what}{also(extra)}",
             )
 
 
@@ -141,7 +144,14 @@ def _machine(question: Question, named: Mapping[str, object]) -> Machine:
             for device in made.devices
         )
         made = replace(made, devices=tuple(devices))
-    return replace(made, ram_bytes=machine.ram_bytes, nvme_bytes=machine.nvme_bytes, host=machine.host)
+    return replace(
+        made,
+        ram_bytes=machine.ram_bytes,
+        nvme_bytes=machine.nvme_bytes,
+        nvme_limit_bytes=machine.nvme_limit_bytes,
+        nvme_path=machine.nvme_path,
+        host=machine.host,
+    )
 
 
 def left_to_the_plan(found: Plan, offered: Sequence[Remedy]) -> Iterator[list[Change]]:
@@ -166,6 +176,7 @@ def tiers_here(found: Plan, offered: Sequence[Remedy]) -> Iterator[list[Change]]
     and a shorter context where RAM holds the layers of nothing else of this model."""
     question, undone = without_hand(found.question)
     if len(question.machine.devices) > 1:
+        yield from _one_of_several(question, undone)
         return
     whole, smaller = _in_ram(None, question), smaller_kv(found)
     changes = [] if whole is not None or smaller is None else [_in_ram(None, question, smaller)]
@@ -187,6 +198,28 @@ def tiers_here(found: Plan, offered: Sequence[Remedy]) -> Iterator[list[Change]]
         changes.append(_shorter_in_ram(question))
     for one in changes:
         yield [] if one is None else [replace(one, settings={**undone, **one.settings})]
+
+
+def _one_of_several(question: Question, undone: Mapping[str, object]) -> Iterator[list[Change]]:
+    """On the largest alone, as a server does that is told nothing of ranks, with layers in RAM: several hold no more
+    than the smallest of them lets them. Not where sizes or numbers of machines were set, or RAM is not known."""
+    settings, devices = question.settings, question.machine.devices
+    largest_gpu = max(devices, key=lambda device: device.free_bytes)
+    left_open = settings.tensor_parallel in (None, 1) and settings.pipeline_parallel == 1
+    if pinned_room(question) is None or not left_open or settings.nodes * settings.data_parallel > 1:
+        return
+    others = tuple(device for device in devices if device is not largest_gpu)
+    machine = replace(question.machine, devices=(largest_gpu,), aside=(*question.machine.aside, *others))
+    alone = with_settings(replace(question, machine=machine), tensor_parallel=None)
+    change = _in_ram(None, alone)
+    if change is not None:
+        of_catalogue = largest_gpu.gpu is not None and not largest_gpu.measured
+        named: dict[str, object] = {"gpu": largest_gpu.gpu.key} if largest_gpu.gpu and of_catalogue else {}
+        if largest_gpu.budget_bytes is not None:
+            named["vram"] = written_size(_named_budget(largest_gpu.budget_bytes, question))
+        which = "one" if any(device.name == largest_gpu.name for device in others) else "the"
+        text = f"{which} {largest_gpu.name} alone, with layers in RAM: {change.text}"
+        yield [replace(change, settings={**undone, **named, **change.settings}, text=text)]
 
 
 def _moved(change: Change) -> int:
@@ -279,7 +312,8 @@ def _streamed(variant: Variant | None, question: Question) -> Change | None:
     else:
         held = placed_tiers(placed)
         stays = f"{held.resident_layers} of {held.layers} layers"
-    stated = pinned_room(question) is not None
+    stated, folder = pinned_room(question) is not None, question.machine.nvme_path
+    given = "--nvme-path DIR, a folder on that disk" if folder is None else f"--nvme-path {shlex.quote(folder)}"
     disk = f", {format_bytes(held.nvme_bytes)} on NVMe at {NVME_GB_S:g} GB/s (assumed)" if held.nvme_bytes else ""
     return Change(
         question,
@@ -290,7 +324,7 @@ def _streamed(variant: Variant | None, question: Question) -> Change | None:
         + ("" if stated else f"; it needs {format_bytes(free)} of free RAM"),
         note=("" if variant is None else f"{quality_price(variant)}. ")
         + "holdfast serve does this by itself where a model does not fit on the GPU"
-        + (", given --nvme-path DIR, a folder on that disk" if held.nvme_bytes else ""),
+        + (f", given {given}" if held.nvme_bytes else ""),
         tiers=held,
         fit=placed.plan,
         price=None if variant is None else quality_price(variant),

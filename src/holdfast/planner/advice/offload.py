@@ -29,7 +29,7 @@ from holdfast.planner.fit.network import GB
 from holdfast.planner.fit.placement import STREAMED_TOKENS, Placement, with_more_streamed
 from holdfast.planner.fit.search import Plan
 from holdfast.planner.sizing.sharded_weights import layer_bytes, rank_bytes, weights_of
-from holdfast.units import counted
+from holdfast.units import counted, format_bytes
 
 COPY_SLOTS = 3
 """Layers on their way to the GPU while others compute."""
@@ -72,27 +72,32 @@ def placed_tiers(placed: Placement) -> Tiers:
 
 
 def kv_price(placed: Placement) -> str | None:
-    """What as much KV again as the default would cost, for people; None: no layer is left that could make room."""
+    """What as much KV again as the default would cost, or what RAM and disk lack for it, for people; None: no layer is
+    left that could make room."""
     plan, streamed = placed.plan, placed.streamed
     tokens = min(STREAMED_TOKENS, plan.question.model.spec.max_position)
     more = -(-plan.ranks[0].kv.needed_bytes(1, tokens) // max(1, streamed.place_bytes))
     if more > placed.resident:
         return None
     said = f"{counted(tokens, 'token')} more of KV: {counted(more, 'more layer')} streamed"
-    return _price_of_disk(placed, more, said) or (
-        f"{said}, {more * streamed.waiting_bytes / streamed.moved_bytes:.0%} more bytes a step"
-    )
-
-
-def _price_of_disk(placed: Placement, more: int, said: str) -> str | None:
-    """None: RAM holds these layers too, or it is not known how fast a step is with them."""
-    question = placed.plan.question
-    if not question.machine.nvme_bytes or question.settings.offload.groups is not None:
-        return None
+    moved = f"{said}, {more * streamed.waiting_bytes / streamed.moved_bytes:.0%} more bytes a step"
+    if plan.question.settings.offload.groups is not None:
+        return moved
     after = with_more_streamed(placed, more)
+    if after.ram_short_bytes:
+        return f"{said}, for which RAM is {format_bytes(after.ram_short_bytes)} short"
+    if after.disk_short_bytes:
+        return f"{said}, for which the disk is {format_bytes(after.disk_short_bytes)} short"
+    return _price_of_disk(placed, after, said) or moved
+
+
+def _price_of_disk(placed: Placement, after: Placement, said: str) -> str | None:
+    """None: RAM holds these layers too, or it is not known how fast a step is with them."""
     from_disk = len(after.streamed.on_disk) - len(placed.streamed.on_disk)
+    if from_disk <= 0 or not after.fits:
+        return None
     rates = [throughput(one.plan) for one in (placed, after)]
-    if from_disk <= 0 or not after.fits or rates[0] is None or rates[1] is None:
+    if rates[0] is None or rates[1] is None:
         return None
     share = 1 - rates[1].one.estimate.tokens_per_s / rates[0].one.estimate.tokens_per_s
     return f"{said}, {from_disk} of them from NVMe: {share:.0%} fewer tokens/s of one sequence"

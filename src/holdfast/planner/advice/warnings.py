@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from holdfast.footprint.gpu import MOST_EXCHANGE_RANKS
 from holdfast.hardware.gpus import Gpu
 from holdfast.planner.advice.remedy import (
     USUAL_UTILIZATION,
@@ -19,6 +20,7 @@ from holdfast.planner.advice.remedy import (
     without_hand,
 )
 from holdfast.planner.advice.throughput import shown_rate, throughput
+from holdfast.planner.engines.nodes import machines_meant, machines_said
 from holdfast.planner.fit.expert_placement import ExpertPlacement, place_larger
 from holdfast.planner.fit.placement import Placement, may_stream, pinned_room
 from holdfast.planner.fit.search import Plan, Question, fit
@@ -318,6 +320,26 @@ def _unchecked_split(fit: Plan) -> Iterator[Said]:
         )
 
 
+def _beyond_one_machine(fit: Plan) -> Iterator[Said]:
+    """Of ranks of ours, which no more than a few of one machine were tried with."""
+    settings, engine = fit.question.settings, fit.question.engine
+    each, meant = len(fit.ranks) // settings.nodes, machines_said(fit, machines_meant(fit))
+    if fit.question.machine.kind != "gpu" or engine not in (None, "holdfast") or each <= MOST_EXCHANGE_RANKS:
+        return
+    if meant:
+        message, fix = meant[0].split("; ", 1)
+        yield f"{len(fit.ranks)} GPUs are {message}", fix
+        return
+    stages = each // MOST_EXCHANGE_RANKS
+    split = with_settings(fit.question, tensor_parallel=MOST_EXCHANGE_RANKS, pipeline_parallel=stages)
+    able = each % MOST_EXCHANGE_RANKS == 0 and planned(split) is not None
+    yield (
+        f"{each} ranks on one machine: no more than {MOST_EXCHANGE_RANKS} of one map one another's memory, and with"
+        " more, whose sums are NCCL's, Holdfast was never tried",
+        f"-tp {MOST_EXCHANGE_RANKS} -pp {stages}" if able else None,
+    )
+
+
 def _gpus(fit: Plan) -> list[Gpu]:
     return list(dict.fromkeys(rank.device.gpu for rank in fit.ranks if rank.device.gpu is not None))
 
@@ -360,6 +382,7 @@ RULES = (
     ("HFW38", None, _inputs_not_counted),
     ("HFW39", "max_loras", _adapters_in_part),
     ("HFW40", "tensor_parallel_size", _unchecked_split),
+    ("HFW41", "tensor_parallel_size", _beyond_one_machine),
     ("HFW32", "kv_cache_dtype", _no_fp8),
     ("HFW33", "dtype", _no_bf16),
 )

@@ -41,6 +41,7 @@ from holdfast.planner.engines.vllm_command import USUAL_BLOCK_TOKENS, vllm_comma
 from holdfast.planner.fit.placement import length_to_set
 from holdfast.planner.fit.search import DEFAULT_UTILIZATION, Plan
 from holdfast.planner.fit.search import fit as fit_again
+from holdfast.planner.inputs.machine import NVME_LIMIT_BYTES
 from holdfast.planner.inputs.question import Machine, PlannedModel
 from holdfast.planner.models.model_sources import ModelSource, holdfast_source, llama_source, near_gguf, torch_source
 from holdfast.planner.models.quantize import as_plain, quantized_as
@@ -172,6 +173,7 @@ def _offload_settings(fit: Plan) -> dict[str, object]:
     group, number = asked.groups or (None, None)
     folder, on_disk = machine.nvme_path or "DIR", settings.layers_on_disk or settings.embedding_on_disk
     on_disk = on_disk or (machine.kind == "cpu" and settings.streamed_layers)
+    reads_disk = on_disk and (offloads or machine.kind == "cpu")
     alone = fit.ranks[0].device.budget_bytes is None and not asked.by_hand  # `serve` takes --ram alone for a CPU's.
     return {
         "gpu_layers": "all" if asked.gpu_layers == MOST_LAYERS else asked.gpu_layers,
@@ -184,8 +186,16 @@ def _offload_settings(fit: Plan) -> dict[str, object]:
         "override_tensor": ",".join(asked.overrides) or None,
         "cpu_compute": None if asked.cpu_compute else "off",
         **({"device": "cuda" if alone else None, "ram": written_size(budget)} if budget else {}),
-        "nvme_path": folder if on_disk and (offloads or machine.kind == "cpu") else None,
+        **({"nvme_path": folder, "nvme": _disk_limit(machine)} if reads_disk else {}),
     }
+
+
+def _disk_limit(machine: Machine) -> str | None:
+    """As it was set, so that a server keeps to it too."""
+    limit = machine.nvme_limit_bytes
+    if limit is None or limit >= NVME_LIMIT_BYTES:  # So large a disk stands for one of which nothing is known.
+        return None
+    return f"{limit // GIB}GiB" if limit % GIB == 0 else written_size(limit)
 
 
 def _holdfast_problems(fit: Plan, settings: Mapping[str, object]) -> list[str]:

@@ -164,6 +164,20 @@ def stages(found: Plan) -> Decision:
     return Decision("pipeline_parallel_size", str(found.pipeline_parallel), reason, "planner")
 
 
+def of_whole_machines(found: Plan, alone: Plan) -> Plan:
+    """Says why it is in stages, where `alone`, without, would fit too."""
+    size, stages = found.tensor_parallel, found.pipeline_parallel
+    devices = len(found.question.machine.devices)
+    why = f"of {devices}, as many as most machines have; each layer over {alone.tensor_parallel} would fit too"
+    reason = f"the fewest stages of {counted(size, 'GPU')} that leave as long a context"
+    sizes = (
+        Decision("tensor_parallel_size", str(size), why, "planner"),
+        Decision("pipeline_parallel_size", str(stages), reason, "planner"),
+    )
+    said = [two for one in found.decisions for two in (sizes if one.field == "tensor_parallel_size" else (one,))]
+    return replace(found, decisions=tuple(said))
+
+
 def left_out(found: Plan) -> Iterator[Decision]:
     """Of GPUs that differ."""
     question, used = found.question, [rank.device for rank in found.ranks]

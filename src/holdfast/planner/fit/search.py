@@ -2,7 +2,7 @@
 
     context or traffic set        the highest limits that fit, on the fewest GPUs
     neither set                   the GPUs and limits with the longest context (default_limits.py)
-    pipeline size not set         1, and more only where nothing else fits
+    pipeline size not set         1, and more where nothing else fits, or a machine has too few GPUs for a layer
 
 GPUs that differ are taken largest first; those that cannot hold one model together are planned apart
 (device_groups.py). Monotonic: more memory never turns a fit into a misfit, shortens the context or raises the missing
@@ -73,7 +73,9 @@ def _staged(question: Question) -> Plan:
         said[sizes_end:sizes_end] = choices.set_stages(as_set)
         return replace(as_set, decisions=tuple(said))
     found = _fit(_in_stages(question, 1))
-    if found.fits or cannot_hold_weights(question):
+    if found.fits:
+        return _on_whole_machines(question, found) if _beyond_a_machine(found) else found
+    if cannot_hold_weights(question):
         return found
     devices = len(question.machine.devices)
     more = range(2, min(devices, len(question.model.spec.layers)) + 1)
@@ -82,6 +84,23 @@ def _staged(question: Question) -> Plan:
     able = (one for one in tried if one.fits)
     better = next(able, None) if question.stated else max(able, key=_worth, default=None)
     return found if better is None else replace(better, decisions=(*better.decisions, choices.stages(better)))
+
+
+def _beyond_a_machine(found: Plan) -> bool:
+    """Each layer over more GPUs than most machines have, which were not found in one."""
+    devices = [rank.device for rank in found.ranks]
+    return found.tensor_parallel > MOST_OF_A_STAGE and all(one.kind == "gpu" and not one.measured for one in devices)
+
+
+def _on_whole_machines(question: Question, found: Plan) -> Plan:
+    """In the fewest stages of as many GPUs as most machines have that leave as long a context, or as it was found."""
+    most = min(len(question.machine.devices) // MOST_OF_A_STAGE, len(question.model.spec.layers))
+    tried = (
+        _fit(_in_stages(question, stages), most=MOST_OF_A_STAGE, least=MOST_OF_A_STAGE) for stages in range(2, most + 1)
+    )
+    as_long = (one for one in tried if one.fits and one.limits.max_model_len >= found.limits.max_model_len)
+    staged = next(as_long, None)
+    return found if staged is None else choices.of_whole_machines(staged, found)
 
 
 def _worth(found: Plan) -> tuple[int, ...]:
@@ -94,13 +113,14 @@ def _in_stages(question: Question, stages: int) -> Question:
     return replace(question, settings=replace(question.settings, pipeline_parallel=stages, stages_open=False))
 
 
-def _fit(question: Question, most: int | None = None) -> Plan:
-    """`most`: GPUs that share a layer; None: as many as there are."""
+def _fit(question: Question, most: int | None = None, least: int = 1) -> Plan:
+    """`most`: GPUs that share a layer; None: as many as there are. `least`: so many where the model is split so."""
     question = _with_ranks(question)
     settings, machine = question.settings, question.machine
     if settings.tensor_parallel is None:
         there = max(1, len(machine.devices) // settings.pipeline_parallel)
         able = sizes(Same(question.model.spec), there if most is None else min(there, most))
+        able = tuple(size for size in able if size >= least) or able
     else:
         able = (settings.tensor_parallel,)
     for size in able:

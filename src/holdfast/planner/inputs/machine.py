@@ -64,7 +64,8 @@ def machine_of(asked: Asked, *, here: nvidia.NvidiaMachine | None = None, ram: h
         devices, decisions = _of_size(asked, vram_bytes, count)
     else:
         return _this_machine(asked, ram_bytes, nvme_bytes, here, ram)
-    return Found(Machine(devices=devices, ram_bytes=ram_bytes, nvme_bytes=nvme_bytes), decisions)
+    machine = Machine(devices=devices, ram_bytes=ram_bytes, nvme_bytes=nvme_bytes, nvme_limit_bytes=nvme_bytes)
+    return Found(machine, decisions)
 
 
 def _check(asked: Asked) -> None:
@@ -254,6 +255,7 @@ def _this_machine(
                 devices=devices,
                 ram_bytes=available,
                 nvme_bytes=nvme_bytes,
+                nvme_limit_bytes=nvme_bytes,
                 cpu_features=features,
                 host=processor,
                 host_computes=hardware.compiled_kernels(),
@@ -272,7 +274,13 @@ def _this_machine(
         why = "as asked"
     device, decision = _cpu(ram_bytes, hardware.memory() if ram is None else ram, why)
     kernels = hardware.compiled_kernels()
-    machine = Machine(devices=(device,), nvme_bytes=nvme_bytes, cpu_features=features, compiled_kernels=kernels)
+    machine = Machine(
+        devices=(device,),
+        nvme_bytes=nvme_bytes,
+        nvme_limit_bytes=nvme_bytes,
+        cpu_features=features,
+        compiled_kernels=kernels,
+    )
     return Found(machine, (decision,))
 
 

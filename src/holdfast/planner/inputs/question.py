@@ -98,6 +98,8 @@ class Machine:
     pinned_bytes: int | None = None
     """Of it, what layers of a model may take that do not stay on a GPU; None: not known."""
     nvme_bytes: int | None = None
+    nvme_limit_bytes: int | None = None
+    """Of it, what was set (--nvme), of which less may be free; None: it is what is free, or nothing."""
     nvme_path: str | None = None
     """Where that is; None: no folder was named."""
     cpu_features: frozenset[str] = frozenset()

@@ -12,7 +12,8 @@ from holdfast.config.plan import PlanConfig
 from holdfast.config.unsupported import NOT_WITH_RANKS
 from holdfast.errors import ConfigurationError
 from holdfast.observability.decisions import Decision
-from holdfast.planner.inputs.question import Machine, Traffic
+from holdfast.planner.inputs.question import Machine, PlannedModel, Traffic
+from holdfast.planner.sizing.sharded_weights import parallel_sizes
 from holdfast.units import counted
 
 TOO_FEW_DEVICES = "HF133"
@@ -66,6 +67,24 @@ def _share_of_cpu(machine: Machine, replicas: int) -> tuple[Machine, tuple[Decis
     return replace(machine, devices=devices, cores=cores), (said,)
 
 
+def sizes_of_nodes(
+    machine: Machine, model: PlannedModel, config: PlanConfig
+) -> tuple[PlanConfig, tuple[Decision, ...]]:
+    """Where nothing was said of sizes: all GPUs of each node, each layer over as many of them as can be."""
+    nodes, devices, most_stages = config.nnodes, len(machine.devices), len(model.spec.layers)
+    said = config.tensor_parallel_size, config.pipeline_parallel_size
+    if nodes == 1 or machine.kind != "gpu" or said != (None, None) or (config.data_parallel_size or 1) > 1:
+        return config, ()
+    able = [size for size in parallel_sizes(model.spec, devices) if nodes * (devices // size) <= most_stages]
+    if not able:
+        return config, ()
+    size = max(able, key=lambda one: (devices // one * one, one))
+    stages = nodes * (devices // size)
+    reason = f"none were set: all of {nodes} nodes with {counted(devices, 'GPU')} each, and no stage is on two"
+    decision = Decision("sizes", f"-tp {size} -pp {stages}", reason, "planner")
+    return replace(config, tensor_parallel_size=size, pipeline_parallel_size=stages), (decision,)
+
+
 def all_machines(machine: Machine, config: PlanConfig) -> tuple[Machine, tuple[Decision, ...]]:
     """The GPUs, or the memory and cores, of so many machines as the one that is described, for one model."""
     nodes, ranks = config.nnodes, ranks_of_a_replica(config)
@@ -105,7 +124,7 @@ def _gpus_of_all(machine: Machine, config: PlanConfig) -> tuple[Machine, tuple[D
             code=NOT_WITH_RANKS,
             needed="stages that lie on one node each",
             fix=f"-pp {nodes}, with -tp for the GPUs of one node; or leave --nnodes out and name the GPUs of all"
-            " machines together, as --gpu h100-80x16",
+            f" machines together{_together(machine, nodes)}",
             field="tensor_parallel_size",
         )
     if len(machine.devices) < each:
@@ -124,6 +143,12 @@ def _gpus_of_all(machine: Machine, config: PlanConfig) -> tuple[Machine, tuple[D
     )
     said = Decision("nnodes", counted(nodes, "node"), f"each with {counted(each, 'such GPU')}", "set")
     return replace(machine, devices=devices, aside=()), (said,)
+
+
+def _together(machine: Machine, nodes: int) -> str:
+    """As --gpu names them."""
+    kinds = {device.gpu.key for device in machine.devices if device.gpu is not None}
+    return f": --gpu {min(kinds)}x{nodes * len(machine.devices)}" if len(kinds) == 1 else ""
 
 
 def share_of_a_replica(traffic: Traffic | None, config: PlanConfig) -> Traffic | None:

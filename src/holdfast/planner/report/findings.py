@@ -14,6 +14,7 @@ from holdfast.planner.advice.warnings import PlanWarning
 from holdfast.planner.compat.gpu_kernels import lacks_engine
 from holdfast.planner.compat.vllm_release import Vllm
 from holdfast.planner.engines.command import Command
+from holdfast.planner.fit.placement import Placement
 from holdfast.planner.fit.search import Plan, Question, device_budget
 from holdfast.planner.report.llama_layers import LlamaLayers
 from holdfast.planner.report.offload import Offload
@@ -77,6 +78,13 @@ class PlanFindings:
         if streamed is None or not streamed.file_bytes:
             return None
         return f"{len(streamed.on_disk)} of {len(self.question.model.spec.layers)} layers read from NVMe"
+
+    @property
+    def unused_disk_bytes(self) -> int | None:
+        """Of a disk that was named; None: none was, or layers are read from it."""
+        placed = None if self.offload is None else self.offload.placement
+        reads = self.from_disk is not None or (isinstance(placed, Placement) and placed.streamed.file_bytes > 0)
+        return None if reads else self.question.machine.nvme_bytes
 
     @property
     def refused(self) -> str | None:

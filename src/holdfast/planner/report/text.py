@@ -152,6 +152,8 @@ def _devices(answer: PlanFindings, width: int, paint: Paint) -> Iterator[str]:
         if answer.partly is not None and answer.partly.may_run:
             use = f"{format_bytes(answer.partly.ram_bytes)} of it for the layers that the CPU computes"
         yield f"RAM: {format_bytes(answer.question.machine.ram_bytes)} free, {use}"
+    if answer.unused_disk_bytes is not None:
+        yield f"NVMe: {format_bytes(answer.unused_disk_bytes)}, not used by this plan"
 
 
 def sizes(answer: PlanFindings, rank: Rank) -> dict[str, int]:

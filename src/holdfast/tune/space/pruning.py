@@ -151,7 +151,8 @@ def _ruled_out(found: Plan, configuration: ServerConfiguration, against: PrunedA
     for rank in found.ranks:
         free = engines * (rank.device.free_bytes - sum(term.nbytes for term in rank.terms) - rank.pool_bytes)
         if free < against.headroom * rank.device.total_bytes:
-            left = f"{free / rank.device.total_bytes:.1%} of {rank.device.name} would be left"
+            memory = "RAM" if rank.device.kind == "cpu" else rank.device.name
+            left = f"{free / rank.device.total_bytes:.1%} of {memory} would be left"
             return TIGHT, f"{left}, of {against.headroom:.0%}"
     return "", ""
 
