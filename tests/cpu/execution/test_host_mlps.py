@@ -16,7 +16,7 @@ from simulated_copies import QueuedCopies, SimulatedCopies, unpinned_memory
 from holdfast.errors import EngineError
 from holdfast.execution import native
 from holdfast.execution.gpu.batch_sizes import padded
-from holdfast.execution.link import beside_copies
+from holdfast.execution.link import contention
 from holdfast.execution.streaming import expert_host, host_mlps
 from holdfast.execution.streaming.copies import Piece
 from holdfast.execution.streaming.device_layers import DeviceLayers
@@ -32,7 +32,7 @@ LLAMA_70B = {"attention_bytes": 78e6, "mlp_bytes": 363e6, "link_bytes_per_s": 55
 
 @pytest.fixture(autouse=True)
 def short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beside_copies, "WINDOW_S", 0.01)
+    monkeypatch.setattr(contention, "WINDOW_S", 0.01)
 
 
 def filled(layers: DeviceLayers, cuts: dict[int, int], sizes: dict[int, int]) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.bench.as_vllm import datasets
 from holdfast.bench.as_vllm.dataset_files import conversations_of, lines_of
-from holdfast.bench.load import files
+from holdfast.bench.load import bounded_files
 from holdfast.bench.load.inputs import read_prompts
 from holdfast.errors import ConfigurationError
 from holdfast.units import GIB
@@ -25,7 +25,7 @@ def test_the_usual_file_of_sharegpt_may_be_read_and_a_larger_one_is_refused_unre
     sparse = tmp_path / "sharegpt.json"
     sparse.touch()
     os.truncate(sparse, SHAREGPT_BYTES)
-    with files.opened(str(sparse)) as file:
+    with bounded_files.opened(str(sparse)) as file:
         assert os.fstat(file.fileno()).st_size == SHAREGPT_BYTES
     os.truncate(sparse, 2 * GIB + 1)
     for read in (conversations_of, read_prompts, lambda path: lines_of(path, "sonnet")):

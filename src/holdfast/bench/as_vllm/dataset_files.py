@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from holdfast.bench.load.files import content_of, lines_in, rows_in
+from holdfast.bench.load.bounded_files import content_of, lines_in, rows_in
 from holdfast.errors import ConfigurationError
 from holdfast.units import shorten
 

@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from holdfast.bench.load.files import content_of, lines_in, rows_in
+from holdfast.bench.load.bounded_files import content_of, lines_in, rows_in
 from holdfast.bench.load.load import Arrival, LengthRange
 from holdfast.errors import ConfigurationError
 from holdfast.planner.inputs.traffic import read_requests

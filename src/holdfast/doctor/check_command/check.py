@@ -20,6 +20,7 @@ from holdfast.doctor.build_finding import Confidence, changed, found
 from holdfast.doctor.check_command.checkpoint_format import stored_otherwise, would_not_run
 from holdfast.doctor.check_command.flags import flag_findings
 from holdfast.doctor.check_command.gpu_split import DRAFT, Split, divided, longest_tokens, split_of
+from holdfast.doctor.check_command.layer_partition import ill_cut, other_cut
 from holdfast.doctor.check_command.own_settings import settings_findings
 from holdfast.doctor.check_command.refusals import (
     BEYOND_MODEL,
@@ -41,7 +42,6 @@ from holdfast.doctor.check_command.remedies import (
     ways,
     with_fixes,
 )
-from holdfast.doctor.check_command.stage_cut import ill_cut, other_cut
 from holdfast.doctor.check_command.to_question import CommandMachine, question_for, replicas, without_draft
 from holdfast.doctor.check_command.unplanned import (
     budget_words,

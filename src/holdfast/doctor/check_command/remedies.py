@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from holdfast.doctor.build_finding import changed
-from holdfast.doctor.check_command.stage_cut import without_own_cut
+from holdfast.doctor.check_command.layer_partition import without_own_cut
 from holdfast.doctor.command.parse import ServerCommand, parse_command
 from holdfast.doctor.findings import Confidence, Finding, Fix, overall
 from holdfast.engine_profiles.profile import profile

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from holdfast.doctor.check_command.gpu_split import sglang_limits
-from holdfast.doctor.check_command.stage_cut import with_own_cut
+from holdfast.doctor.check_command.layer_partition import with_own_cut
 from holdfast.doctor.check_command.unplanned import draft_model, drafts_itself, quantization_of
 from holdfast.doctor.command.parse import ServerCommand
 from holdfast.doctor.diagnosis.catalogue_sizes import QUANTIZED_NAME

@@ -5,7 +5,7 @@
     the host        ── MLP of H ──       ── MLP of H ──
 
 In steps with more tokens they are streamed like the others. How many are worth it is decided once, before the first
-step, by what cores and link do beside each other (link/beside_copies.py). Until the host has its copies, which are made
+step, by what cores and link do beside each other (link/contention.py). Until the host has its copies, which are made
 while steps run, all are streamed. Knows nothing of files or kernels.
 """
 
@@ -23,7 +23,7 @@ from functools import partial
 import torch
 
 from holdfast.errors import HoldfastError
-from holdfast.execution.link.beside_copies import BesideCopies, Together
+from holdfast.execution.link.contention import BesideCopies, Together
 from holdfast.execution.native import ComputeThreads, ExpertLayer, measure_layers
 from holdfast.execution.streaming.device_layers import DeviceLayers
 from holdfast.execution.streaming.expert_exchange import LayerExchange

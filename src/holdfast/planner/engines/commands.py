@@ -35,8 +35,8 @@ from holdfast.planner.engines.command import (
     written_size,
 )
 from holdfast.planner.engines.fp8_loading import loaded_whole
+from holdfast.planner.engines.layer_partition import partition
 from holdfast.planner.engines.nodes import machines_meant, machines_said, on_nodes
-from holdfast.planner.engines.stage_variable import partition
 from holdfast.planner.engines.vllm_command import USUAL_BLOCK_TOKENS, vllm_command
 from holdfast.planner.fit.placement import length_to_set
 from holdfast.planner.fit.search import DEFAULT_UTILIZATION, Plan

@@ -34,7 +34,7 @@ from holdfast.planner.compat.vllm_weights import (
 )
 from holdfast.planner.engines.command import ROUNDING, Command, line, named_dtype, parallel, total_is_known
 from holdfast.planner.engines.fp8_loading import loaded_whole
-from holdfast.planner.engines.stage_variable import partition
+from holdfast.planner.engines.layer_partition import partition
 from holdfast.planner.engines.vllm_features import (
     can_chunk,
     features_since,

@@ -15,7 +15,7 @@ from holdfast.errors import HoldfastError
 from holdfast.footprint.cpu import KV_STORE_USUAL_BYTES
 from holdfast.hardware import compiled_kernels
 from holdfast.planner.api import question_of
-from holdfast.planner.engines.stage_variable import as_told
+from holdfast.planner.engines.layer_partition import as_told
 from holdfast.planner.fit.expert_placement import place_larger, place_larger_by_hand, wants_offload
 from holdfast.planner.fit.placement import may_stream
 from holdfast.planner.fit.result import Plan

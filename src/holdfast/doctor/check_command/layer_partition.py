@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def with_own_cut(command: ServerCommand, question: Question) -> Question:
     """As its engine cuts it; evenly where what it is told is not a cut, which `ill_cut` says."""
-    from holdfast.planner.engines.stage_variable import as_told, evenly
+    from holdfast.planner.engines.layer_partition import as_told, evenly
 
     try:
         return as_told(question, command.engine, command.environment)
@@ -29,7 +29,7 @@ def with_own_cut(command: ServerCommand, question: Question) -> Question:
 
 def ill_cut(command: ServerCommand, question: Question) -> Finding | None:
     """A variable that names other stages, or other layers, than the command and the model have."""
-    from holdfast.planner.engines.stage_variable import as_told, variable_of
+    from holdfast.planner.engines.layer_partition import as_told, variable_of
 
     try:
         as_told(question, command.engine, command.environment)
@@ -53,7 +53,7 @@ def other_cut(command: ServerCommand, told: PlanAnswer) -> list[Fix]:
     from holdfast.planner.advice.remedy import planned, with_settings
     from holdfast.planner.engines.command import shown_gpus
     from holdfast.planner.engines.commands import commands
-    from holdfast.planner.engines.stage_variable import said, variable_of
+    from holdfast.planner.engines.layer_partition import said, variable_of
 
     variable, cut = variable_of(command.engine), told.question.settings.stage_cut
     if variable is None or cut is None or told.question.settings.pipeline_parallel == 1:
@@ -75,7 +75,7 @@ def other_cut(command: ServerCommand, told: PlanAnswer) -> list[Fix]:
 
 def without_own_cut(command: ServerCommand, way: Remedy) -> dict[str, str | None]:
     """With a change that has other stages or layers than the command tells its engine of: that is left out."""
-    from holdfast.planner.engines.stage_variable import variable_of
+    from holdfast.planner.engines.layer_partition import variable_of
 
     variable = variable_of(command.engine)
     told = variable is not None and variable in command.environment
