@@ -29,11 +29,12 @@ from holdfast.engine.core.loop import EngineCore
 from holdfast.engine.process.fault_injection import RANK_NO_MEMORY
 from holdfast.engine.ranks.following import AskedPlaces
 from holdfast.engine.ranks.gpu import together
-from holdfast.engine.ranks.gpu.follower import NO_MEMORY, GpuFollower
+from holdfast.engine.ranks.gpu.follower import GpuFollower
 from holdfast.engine.ranks.gpu.runner import RankedGpuRunner
 from holdfast.engine.ranks.gpu.together import _settled
 from holdfast.engine.ranks.group import RankGroup
 from holdfast.engine.ranks.messages import Measured
+from holdfast.engine.ranks.shortage import NO_MEMORY
 from holdfast.engine.startup.build import _build_on_gpu, find_model
 from holdfast.engine.startup.engine_info import EngineInfo
 from holdfast.errors import EngineDiedError, EngineError
@@ -288,7 +289,13 @@ def test_stages_on_gpus_that_differ_have_the_pool_that_each_gpu_holds(monkeypatc
 def follower_with(runner: Any) -> Any:
     follower: Any = object.__new__(GpuFollower)
     follower._member, follower._asked = SimpleNamespace(runner=runner), AskedPlaces()
+    follower._serves = True
     return follower
+
+
+def step_of(follower: Any, plan: Any) -> None:
+    with follower._shortage_named():
+        follower._execute(plan)
 
 
 def test_a_rank_without_memory_says_so_by_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,18 +315,20 @@ def test_a_rank_without_memory_says_so_by_its_code(tmp_path: Path, monkeypatch: 
         RuntimeError("CUDA error: out of memory\nat"),
     ):
         with pytest.raises(EngineError, match="out of GPU memory in a step") as caught:
-            follower_with(runner(shortage))._execute(plan)
+            step_of(follower_with(runner(shortage)), plan)
         assert (caught.value.code, caught.value.found) == (NO_MEMORY, str(shortage).splitlines()[0])
+    with pytest.raises(EngineError, match="out of memory in a step"):
+        step_of(follower_with(runner(MemoryError())), plan)
     with pytest.raises(RuntimeError, match="an illegal address"):
-        follower_with(runner(RuntimeError("an illegal address")))._execute(plan)
+        step_of(follower_with(runner(RuntimeError("an illegal address"))), plan)
     lacking = tmp_path / "lacking"
     monkeypatch.setenv(RANK_NO_MEMORY, str(lacking))
-    follower_with(runner(None))._execute(plan)
+    step_of(follower_with(runner(None)), plan)
     lacking.touch()
-    with pytest.raises(EngineError, match="on purpose") as caught:
-        follower_with(runner(None))._execute(plan)
+    with pytest.raises(EngineError, match="out of GPU memory in a step") as caught:
+        step_of(follower_with(runner(None)), plan)
     assert caught.value.code == NO_MEMORY
-    follower_with(runner(None))._execute(plan)
+    step_of(follower_with(runner(None)), plan)
 
 
 @pytest.mark.long

@@ -3,12 +3,15 @@ rank 0 sends them. Knows no model."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
 from holdfast.engine.ranks import messages
 from holdfast.engine.ranks.cpu import segment_layout
+from holdfast.engine.ranks.shortage import no_memory_for_step, no_room_at_start
 from holdfast.execution.parallel.mailbox import Receiver
 from holdfast.execution.parallel.segment import Segment
 from holdfast.records import StepPlan
@@ -34,10 +37,13 @@ class AskedPlaces:
 
 class Follower(ABC):
     def __init__(self, start: messages.StartRank, descriptor: int, answers: Connection) -> None:
-        self._rank, self._answers = start.rank, answers
+        self._rank, self._plan, self._answers = start.rank, start.plan, answers
+        self._serves = False
+        """It has been given a step."""
         self._segment = Segment(segment_layout(start.plan.engine), descriptor)
         self._receiver = Receiver(self._segment, start.rank, self._look)
-        self._load(start)
+        with self._shortage_named():
+            self._load(start)
 
     @abstractmethod
     def _load(self, start: messages.StartRank) -> None:
@@ -55,6 +61,10 @@ class Follower(ABC):
         """Whether there is more to do."""
 
     @abstractmethod
+    def _lacked(self, error: Exception) -> str:
+        """The memory of which there was none, by this error; empty: it says something else."""
+
+    @abstractmethod
     def _rejoin(self) -> None:
         """Rank 0 has left a step, and this one has too."""
 
@@ -65,14 +75,34 @@ class Follower(ABC):
         while True:
             try:
                 message = self._receiver.receive()
-                if message[:1] == messages.STEP:
-                    self._execute(messages.decode_plan(message[1:]))
-                elif message[:1] == messages.SAMPLED:
-                    self._note_sampled(messages.decode_sampled(message[1:]))
-                elif not self._follow(messages.decode_order(message[1:])):
-                    return
+                with self._shortage_named():
+                    if not self._heed(message):
+                        return
             except StepLeft:
                 self._rejoin()
+
+    def _heed(self, message: bytes) -> bool:
+        """Whether there is more to do."""
+        if message[:1] == messages.STEP:
+            self._serves = True
+            self._execute(messages.decode_plan(message[1:]))
+        elif message[:1] == messages.SAMPLED:
+            self._note_sampled(messages.decode_sampled(message[1:]))
+        else:
+            return self._follow(messages.decode_order(message[1:]))
+        return True
+
+    @contextlib.contextmanager
+    def _shortage_named(self) -> Iterator[None]:
+        """An error that says that there was no memory comes out of this with its code, and what was needed."""
+        try:
+            yield
+        except Exception as error:
+            if not (lacked := self._lacked(error)):
+                raise
+            if self._serves:
+                raise no_memory_for_step(lacked, error) from error
+            raise no_room_at_start(lacked, self._plan, self._rank, error) from error
 
     def _say(self, message: messages.FromRank) -> None:
         self._answers.send_bytes(messages.encode(message))
