@@ -32,6 +32,7 @@ WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8, 
         "head_dim": 16, "num_hidden_layers": 2, "vocab_size": 224, "max_position_embeddings": 512}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"architecture": "Llama"},
+    "olmo2": {"architecture": "Olmo2"},
     "qwen3-moe": {"architecture": "Qwen3Moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
                   "decoder_sparse_step": 1, "mlp_only_layers": []},
     "gemma-window": {"architecture": "Gemma3", "sliding_window": 9,

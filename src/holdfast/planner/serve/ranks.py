@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 
 from holdfast.checkpoints import Packing, StoredTensor, packing_of
 from holdfast.config import EngineConfig
@@ -37,7 +36,7 @@ def refuse_with_ranks(
         return
     for field, what, fix in (
         *_of_settings(config),
-        *(_of_gpus(config, _divided(config, spec), stored) if config.device == "cuda" else ()),
+        *(_of_gpus(config) if config.device == "cuda" else ()),
         *(_of_divided_layers(config, spec, stored) if config.tensor_parallel_size > 1 else ()),
         *_of_machine(config, compiled_kernels, system or sys.platform),
     ):
@@ -94,14 +93,7 @@ def _of_settings(config: EngineConfig) -> Iterator[_Reason]:
         yield field, reason, f"leave --{field.replace('_', '-')} out, or {ONE_RANK}"
 
 
-def _divided(config: EngineConfig, spec: ModelSpec) -> ModelSpec:
-    """Without what no rank has a part of: whole experts are multiplied as on one rank."""
-    if not config.enable_expert_parallel:
-        return spec
-    return replace(spec, tensors=tuple(tensor for tensor in spec.tensors if not tensor.experts))
-
-
-def _of_gpus(config: EngineConfig, spec: ModelSpec, stored: Mapping[str, StoredTensor] | None) -> Iterator[_Reason]:
+def _of_gpus(config: EngineConfig) -> Iterator[_Reason]:
     if config.pipeline_parallel_size > 1:
         yield from _of_gpu_stages(config)
     divided = config.tensor_parallel_size > 1
@@ -112,15 +104,6 @@ def _of_gpus(config: EngineConfig, spec: ModelSpec, stored: Mapping[str, StoredT
             " not leave a machine, and not by NCCL between nodes yet"
         )
         yield "tensor_parallel_size", reason, f"-pp {config.nnodes}, with -tp for the GPUs of one node, or --device cpu"
-    if divided and spec.decoder.query_key_norm == "whole":
-        reason = "this model norms the queries of all heads together, which ranks on GPUs do not yet"
-        yield "tensor_parallel_size", reason, ONE_RANK
-    packings = [_packing(tensor, spec, stored) for tensor in spec.tensors]
-    if divided and any(one is not None and one.act_order for one in packings):
-        reason = (
-            "the columns of these weights have an order of their own (act-order), which ranks on GPUs do not gather yet"
-        )
-        yield "tensor_parallel_size", reason, f"--device cpu, or {ONE_RANK}"
     offload = offload_request(config)
     if offload.by_hand or offload.experts_by_hand:
         reason = "layers and experts that wait in RAM are not divided among ranks yet"

@@ -23,6 +23,7 @@ from holdfast.execution.parallel.gpu.lines import ExchangeLines, LineTo
 from holdfast.execution.parallel.gpu.nccl import NcclCollectives, nccl_available
 from holdfast.execution.parallel.gpu.node_lines import NodeLine, NodeLineIn, NodeLineOut, pinned_line
 from holdfast.execution.parallel.gpu.peer_memory import PeerMemory
+from holdfast.execution.parallel.gpu.row_norms import GpuRowNorms
 from holdfast.execution.parallel.gpu.share import GpuRankShare
 from holdfast.execution.parallel.gpu.stage import GpuStage, rank_before, rank_behind
 from holdfast.execution.parallel.gpu.staged_runner import StagedGpuRunner
@@ -243,14 +244,12 @@ def load_gpu_rank(
     own, layout = rank_spec(spec, *plan.engine.part_of(opened.rank)), plan.engine.layout_of(opened.rank)
     share = None
     if joined.collectives is not None:
-        share = GpuRankShare(
-            joined.collectives,
-            [shard.vocab for shard in shards],
-            limits.max_num_seqs,
-            limits.max_num_batched_tokens,
-            dtype,
-            opened.device,
-        )
+        tokens, norms = limits.max_num_batched_tokens, None
+        if spec.decoder.query_key_norm == "whole":
+            kv_heads = [shard.kv_heads for shard in shards]
+            norms = GpuRowNorms(joined.collectives, spec, kv_heads, tokens, opened.device)
+        vocab = [shard.vocab for shard in shards]
+        share = GpuRankShare(joined.collectives, vocab, limits.max_num_seqs, tokens, dtype, opened.device, norms)
     stored = contextlib.nullcontext() if config.load_format == "dummy" else open_checkpoint(files)
     with stored as checkpoint:
         weights = load_weights(
