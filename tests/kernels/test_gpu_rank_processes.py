@@ -113,6 +113,23 @@ def test_two_stages_start_and_say_what_one_rank_says(stages: Started, tmp_path: 
 
 
 @pytest.mark.long
+def test_stages_whose_gpus_map_nothing_of_one_another_hand_on_through_ram(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the real ends of lines, their memory and their sockets."""
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    monkeypatch.setenv(fake_rank_gpus.NODES, "1")
+    with started(tmp_path, staged=True) as (tiny, core, info):
+        told = "stage_lines = sockets, through pinned memory (hardware): not over CUDA IPC: NCCL_P2P_DISABLE is set"
+        assert any(line.startswith(told) for line in info.decisions), info.decisions
+        [tier] = info.memory.below
+        assert [(term.term, term.planned_bytes > 0) for term in tier.terms] == [("node_lines", True)]
+        prompts = [prompt(1, 18), prompt(2, 3)]
+        for one, outputs in zip(prompts, run(core, prompts, [GREEDY, GREEDY]), strict=True):
+            tiny.assert_greedy(one, tokens_of(outputs))
+
+
+@pytest.mark.long
 def test_a_stage_that_is_killed_while_it_is_awaited_is_named(stages: Started) -> None:
     """The last test of these stages."""
     require_named(stages[1])

@@ -129,6 +129,13 @@ def node_lines_bytes(stream_bytes: int, answer_bytes: int, tensor_parallel: int,
     return streams + max(streams if nodes > 2 else 0, line_memory_bytes(answer_bytes))
 
 
+def host_lines_bytes(stream_bytes: int, answer_bytes: int, stages: int, nodes: int) -> int:
+    """The same of the first node where GPUs map nothing of one another, with so many `stages` of one GPU each: both
+    ends of a line between two of them lie there."""
+    stream, answer = line_memory_bytes(stream_bytes), line_memory_bytes(answer_bytes)
+    return 2 * (stages - 1) * stream + (2 * answer if nodes == 1 else stream + answer)
+
+
 def beside_ranks_bytes(spec: ModelSpec, limits: Limits, vocab_rows: int, ranks: int, *, dtype: str) -> int:
     """Of one rank of several, beside its activations: its sums before they are added up, its part of the logits,
     tokens as its rows of the vocabulary number them, the largest of each row of inputs on each of `ranks`, and of

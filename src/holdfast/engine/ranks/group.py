@@ -333,10 +333,12 @@ class RankGroup:
 
 
 def _wants_store(config: EngineConfig, plan: Plan) -> bool:
-    """Whether ranks find one another by a port: for gloo, or for NCCL, which has no two ranks on one GPU, and no
-    stages."""
+    """Whether ranks find one another by a port: for gloo, for NCCL, which has no two ranks on one GPU, or for stages
+    on GPUs that turn out not to map one another's memory."""
     uuids = [gpu.uuid for gpu in plan.engine.rank_gpus]
-    return len(set(uuids)) == len(uuids) and not plan.engine.stages if uuids else config.disable_custom_all_reduce
+    if not uuids:
+        return config.disable_custom_all_reduce
+    return bool(plan.engine.stages) or len(set(uuids)) == len(uuids)
 
 
 def _await_end(ranks: Sequence[RankHandle], timeout_s: float) -> list[bool]:

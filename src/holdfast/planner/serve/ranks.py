@@ -94,9 +94,9 @@ def _of_settings(config: EngineConfig) -> Iterator[_Reason]:
 
 
 def _of_gpus(config: EngineConfig) -> Iterator[_Reason]:
-    if config.pipeline_parallel_size > 1:
-        yield from _of_gpu_stages(config)
     divided = config.tensor_parallel_size > 1
+    if divided and config.pipeline_parallel_size > 1:
+        yield from _of_gpu_stages(config)
     size, ranks = config.tensor_parallel_size, config.tensor_parallel_size * config.pipeline_parallel_size
     if divided and ranks // config.nnodes % size:
         reason = (
@@ -114,15 +114,18 @@ def _of_gpus(config: EngineConfig) -> Iterator[_Reason]:
 
 
 def _of_gpu_stages(config: EngineConfig) -> Iterator[_Reason]:
-    """They hand on through memory that they map of one another, and in no other way."""
+    """Those of several ranks add up through memory that all ranks of a node map of one another, and in no other way."""
+    size = config.tensor_parallel_size * config.pipeline_parallel_size
+    alone = f"-tp 1 -pp {size}, whose stages hand on through RAM"
     if config.disable_custom_all_reduce:
-        reason = "stages on GPUs hand on over CUDA IPC, which --disable-custom-all-reduce rules out"
-        yield "disable_custom_all_reduce", reason, f"leave --disable-custom-all-reduce out, or {ONE_RANK}"
+        reason = "stages of several GPUs add up over CUDA IPC, which --disable-custom-all-reduce rules out"
+        yield "disable_custom_all_reduce", reason, f"leave --disable-custom-all-reduce out, or {alone}"
     ranks = config.tensor_parallel_size * config.pipeline_parallel_size // config.nnodes
     if ranks > MOST_EXCHANGE_RANKS:
         where = " of one node" if config.nnodes > 1 else ""
         reason = f"{ranks} ranks on GPUs{where} are more than the {MOST_EXCHANGE_RANKS} that map one another's memory"
-        yield "pipeline_parallel_size", reason, "smaller sizes"
+        several = f"--nnodes with no more than {MOST_EXCHANGE_RANKS} on each, which may be on one machine"
+        yield "pipeline_parallel_size", reason, f"{several}, or {alone}"
 
 
 def _of_divided_layers(

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from holdfast.checkpoints import ModelFiles, open_checkpoint
 from holdfast.config import EngineConfig
+from holdfast.config.unsupported import NOT_WITH_RANKS
 from holdfast.engine.ranks.messages import Measured
-from holdfast.errors import EngineError
+from holdfast.errors import ConfigurationError, EngineError
 from holdfast.execution.batch import RunnerLimits
 from holdfast.execution.device import DTYPES, KV_DTYPES
 from holdfast.execution.gpu.cuda.module import DriverError
@@ -119,8 +120,8 @@ class OpenedGpu:
         return ""
 
     def join(self, meeting: Meeting | None, against: str, limit_s: float, watch: Watch) -> JoinedGpus:
-        """`meeting`: for NCCL, and for ranks of other nodes; None: ranks share a GPU, which NCCL does not have, or have
-        stages on one node. `against`: why no rank maps the memory of others; empty: all have. `watch`: called while
+        """`meeting`: for NCCL, and for stages that share no memory; None: ranks share a GPU, which NCCL does not have,
+        and have no stages. `against`: why no rank maps the memory of others; empty: all have. `watch`: called while
         ranks of other nodes are awaited."""
         if against and self._peers is not None:
             self._peers.close()
@@ -132,8 +133,10 @@ class OpenedGpu:
     def _join_stages(self, meeting: Meeting | None, against: str, watch: Watch) -> JoinedGpus:
         engine = self._plan.engine
         count, each, memory = len(engine.stages), max(1, len(engine.shards)), self._peers
-        if against:
+        if against and each > 1:
             raise _no_exchange(against, self._spread)
+        if against:  # Stages of one rank each: what they hand on goes through RAM, as it does to other nodes.
+            self._node = range(self.rank, self.rank + 1)
         collectives = None
         if each > 1:
             index, place = divmod(self.rank, each)
@@ -201,20 +204,18 @@ class OpenedGpu:
         return large if small is None else SmallAndLarge(small, large, self._plan.engine.slot_bytes)
 
 
-def _no_exchange(against: str, spread: Spread) -> EngineError:
-    """Of stages. `against`: why GPUs do not map one another's memory."""
+def _no_exchange(against: str, spread: Spread) -> ConfigurationError:
+    """Of stages of several ranks. `against`: why GPUs do not map one another's memory."""
+    instead = f"-tp 1 -pp {spread.size}, whose stages hand on through RAM"
     if spread.nodes == 1:
-        return EngineError(
-            "stages on GPUs hand on over CUDA IPC alone, which cannot be had",
-            found=against,
-            fix="--tensor-parallel-size in place of --pipeline-parallel-size, or --device cpu",
-        )
-    # Between nodes it is sockets; on each it is sums of a stage, or what stages of the same node hand on.
-    return EngineError(
-        "GPUs of one node exchange numbers over CUDA IPC alone, which cannot be had",
-        needed=f"peer access among the {spread.each} GPUs of each node",
+        instead += f", or -tp {spread.size} alone, which adds up by NCCL"
+    return ConfigurationError(
+        f"stages of {spread.tensor_parallel} GPUs each add up over CUDA IPC alone, which cannot be had",
+        code=NOT_WITH_RANKS,
+        needed=f"peer access among the {spread.each} GPUs of {'this machine' if spread.nodes == 1 else 'each node'}",
         found=against,
-        fix=f"one GPU of each node (-tp 1 -pp {spread.nodes}), or more nodes with one each; or --device cpu",
+        fix=f"{instead}; or --device cpu",
+        field="pipeline_parallel_size",
     )
 
 
