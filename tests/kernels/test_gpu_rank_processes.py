@@ -34,10 +34,9 @@ from holdfast.engine.ranks.gpu.runner import RankedGpuRunner
 from holdfast.engine.ranks.gpu.together import _settled
 from holdfast.engine.ranks.group import RankGroup
 from holdfast.engine.ranks.messages import Measured
-from holdfast.engine.ranks.shortage import NO_MEMORY
 from holdfast.engine.startup.build import _build_on_gpu, find_model
 from holdfast.engine.startup.engine_info import EngineInfo
-from holdfast.errors import EngineDiedError, EngineError
+from holdfast.errors import RANK_WITHOUT_MEMORY, EngineDiedError, EngineError
 from holdfast.execution.parallel.gpu.link import GpuRankLink
 from holdfast.hardware.nvidia import NvidiaGpu
 from holdfast.models import from_config
@@ -333,7 +332,7 @@ def test_a_rank_without_memory_says_so_by_its_code(tmp_path: Path, monkeypatch: 
     ):
         with pytest.raises(EngineError, match="out of GPU memory in a step") as caught:
             step_of(follower_with(runner(shortage)), plan)
-        assert (caught.value.code, caught.value.found) == (NO_MEMORY, str(shortage).splitlines()[0])
+        assert (caught.value.code, caught.value.found) == (RANK_WITHOUT_MEMORY, str(shortage).splitlines()[0])
     with pytest.raises(EngineError, match="out of memory in a step"):
         step_of(follower_with(runner(MemoryError())), plan)
     with pytest.raises(RuntimeError, match="an illegal address"):
@@ -344,7 +343,7 @@ def test_a_rank_without_memory_says_so_by_its_code(tmp_path: Path, monkeypatch: 
     lacking.touch()
     with pytest.raises(EngineError, match="out of GPU memory in a step") as caught:
         step_of(follower_with(runner(None)), plan)
-    assert caught.value.code == NO_MEMORY
+    assert caught.value.code == RANK_WITHOUT_MEMORY
     step_of(follower_with(runner(None)), plan)
 
 
@@ -359,5 +358,5 @@ def test_a_rank_without_memory_ends_all_of_them(tmp_path: Path, monkeypatch: pyt
         params = [SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)]
         with pytest.raises(EngineError, match="rank 1: out of GPU memory in a step") as caught:
             run(core, [prompt(1, 5)], params, between=lambda: lacking.touch() if next(steps) == 3 else None)
-        assert caught.value.code == NO_MEMORY
+        assert caught.value.code == RANK_WITHOUT_MEMORY
     assert not psutil.pid_exists(other)

@@ -17,7 +17,7 @@ from held_signals import hears_no_interrupt
 from rank_engines import GREEDY, PROMPTS, make, tokens
 
 from holdfast import LLM, SamplingParams
-from holdfast.engine.ranks.shortage import NO_ROOM
+from holdfast.engine.ranks.following import NO_ROOM
 from holdfast.engine.ranks.together import LoadedRanks
 from holdfast.errors import DoesNotFitError, EngineDiedError, EngineHungError
 

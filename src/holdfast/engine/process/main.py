@@ -23,10 +23,16 @@ from holdfast.config import EngineConfig
 from holdfast.engine.core.loop import EngineCore
 from holdfast.engine.process import protocol
 from holdfast.engine.process.fault_injection import fail_loading, with_faults
-from holdfast.engine.ranks.shortage import NO_MEMORY
 from holdfast.engine.startup.preload_torch import import_torch
 from holdfast.engine.startup.prespawn import cannot_start, shortage
-from holdfast.errors import DISK_FAILED, DoesNotFitError, EngineDiedError, HoldfastError, UnsupportedOptionError
+from holdfast.errors import (
+    DISK_FAILED,
+    RANK_WITHOUT_MEMORY,
+    DoesNotFitError,
+    EngineDiedError,
+    HoldfastError,
+    UnsupportedOptionError,
+)
 from holdfast.observability.line_format import log_as
 from holdfast.observability.nonblocking_output import unblock_output
 
@@ -86,7 +92,7 @@ def _serve_and_close(
         _serve(core, socket, heart, keeper)
     except HoldfastError as error:  # Whoever waits for an answer shall hear of it.
         socket.send(protocol.encode(protocol.StepFailed(protocol.pack_failure(error))))
-        if isinstance(error, EngineDiedError) or error.code in (DISK_FAILED, NO_MEMORY):
+        if isinstance(error, EngineDiedError) or error.code in (DISK_FAILED, RANK_WITHOUT_MEMORY):
             log.warning("%s; this engine ends [%s]", error.message, error.code)
             log.debug("where this was noticed", exc_info=True)
         else:

@@ -17,8 +17,7 @@ from holdfast.engine.process.fault_injection import lack_memory
 from holdfast.engine.process.protocol import pack_failure
 from holdfast.engine.ranks import messages
 from holdfast.engine.ranks.cpu import LoadedRank, load_rank, measured
-from holdfast.engine.ranks.following import AskedPlaces, Follower
-from holdfast.engine.ranks.shortage import RAM
+from holdfast.engine.ranks.following import RAM, AskedPlaces, Follower
 from holdfast.engine.ranks.together import scales_found
 from holdfast.engine.startup.build import find_model
 from holdfast.errors import HoldfastError

@@ -1,5 +1,5 @@
 """What ranks that are not the first do alike, on CPUs and on GPUs: they follow plans and orders in the order in which
-rank 0 sends them. Knows no model."""
+rank 0 sends them, and one that finds no memory says so by its code. Knows no model."""
 
 from __future__ import annotations
 
@@ -8,13 +8,43 @@ import gc
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from typing import NamedTuple
 
 from holdfast.engine.ranks import messages
 from holdfast.engine.ranks.cpu import segment_layout
-from holdfast.engine.ranks.shortage import no_memory_for_step, no_room_at_start
+from holdfast.errors import RANK_WITHOUT_MEMORY, DoesNotFitError, EngineError
 from holdfast.execution.parallel.mailbox import Receiver
 from holdfast.execution.parallel.segment import Segment
+from holdfast.hardware import memory
+from holdfast.planner import Plan
 from holdfast.records import StepPlan
+from holdfast.units import format_bytes
+
+NO_ROOM = "HF448"
+"""There was no memory to start."""
+RAM, VRAM = "memory", "GPU memory"
+
+
+class _Ways(NamedTuple):
+    """Out of a shortage."""
+
+    others: str
+    setting: str
+    field: str
+
+
+_WAYS = {
+    RAM: _Ways(
+        "stop other processes that hold memory, raise the limit of this one (ulimit -v, its container's)",
+        "a smaller --ram",
+        "ram",
+    ),
+    VRAM: _Ways(
+        "stop other processes that use the GPUs (see nvidia-smi)",
+        "a smaller --gpu-memory-utilization or --vram",
+        "gpu_memory_utilization",
+    ),
+}
 
 
 class StepLeft(Exception):
@@ -101,8 +131,8 @@ class Follower(ABC):
             if not (lacked := self._lacked(error)):
                 raise
             if self._serves:
-                raise no_memory_for_step(lacked, error) from error
-            raise no_room_at_start(lacked, self._plan, self._rank, error) from error
+                raise _no_memory_for_step(lacked, error) from error
+            raise _no_room_at_start(lacked, self._plan, self._rank, error) from error
 
     def _say(self, message: messages.FromRank) -> None:
         self._answers.send_bytes(messages.encode(message))
@@ -114,3 +144,33 @@ class Follower(ABC):
         """While rank 0 or another is awaited, which may take as long as it likes: rank 0 has the clock."""
         if self._segment.alarm.value != self._segment.calm:
             raise StepLeft
+
+
+def _no_memory_for_step(lacked: str, error: Exception) -> EngineError:
+    """`lacked`: RAM or VRAM. All ranks are started again: the others have begun what this one cannot."""
+    ways = _WAYS[lacked]
+    return EngineError(
+        f"out of {lacked} in a step, which all ranks have begun",
+        code=RANK_WITHOUT_MEMORY,
+        found=_said(lacked, error),
+        fix=f"{ways.others}, or {ways.setting}",
+    )
+
+
+def _no_room_at_start(lacked: str, plan: Plan, rank: int, error: Exception) -> DoesNotFitError:
+    engine, ways = plan.engine, _WAYS[lacked]
+    pool = engine.blocks * engine.layout_of(rank).page_bytes
+    return DoesNotFitError(
+        f"out of {lacked} while it started, though the plan fits what was free",
+        code=NO_ROOM,
+        needed=f"weights {format_bytes(engine.rank_weights[rank])} and KV pool {format_bytes(pool)}, beside what a step"
+        " takes",
+        found=_said(lacked, error),
+        fix=f"{ways.others}, or {ways.setting}",
+        field=ways.field,
+    )
+
+
+def _said(lacked: str, error: Exception) -> str:
+    said = (str(error) or type(error).__name__).splitlines()[0]
+    return said if lacked == VRAM else f"{said}; {format_bytes(memory().available_bytes)} free on its machine"

@@ -5,9 +5,8 @@ from __future__ import annotations
 from holdfast.config import EngineConfig
 from holdfast.engine.process.fault_injection import lack_memory
 from holdfast.engine.ranks import messages
-from holdfast.engine.ranks.following import AskedPlaces, Follower
+from holdfast.engine.ranks.following import RAM, VRAM, AskedPlaces, Follower
 from holdfast.engine.ranks.gpu.rank import START_LIMIT_S, OpenedGpu, load_gpu_rank, profile_gpu_rank
-from holdfast.engine.ranks.shortage import RAM, VRAM
 from holdfast.engine.ranks.together import scales_found
 from holdfast.engine.startup.build import find_model
 from holdfast.errors import EngineDiedError

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from holdfast.execution.parallel.layers.norms import first_counted_head
-from holdfast.execution.triton_kernels.row_norms import norm_by_squares, row_squares
+from holdfast.execution.triton_kernels.layer import norm_by_squares, row_squares
 from holdfast.models import ModelSpec
 
 if TYPE_CHECKING:
