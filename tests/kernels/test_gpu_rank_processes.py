@@ -310,7 +310,7 @@ def follower_with(runner: Any) -> Any:
 
 
 def step_of(follower: Any, plan: Any) -> None:
-    with follower._shortage_named():
+    with follower._shortage_named(in_step=True):
         follower._execute(plan)
 
 

@@ -17,9 +17,10 @@ from held_signals import hears_no_interrupt
 from rank_engines import GREEDY, PROMPTS, make, tokens
 
 from holdfast import LLM, SamplingParams
+from holdfast.engine.process.fault_injection import RANK_NO_MEMORY
 from holdfast.engine.ranks.following import NO_ROOM
 from holdfast.engine.ranks.together import LoadedRanks
-from holdfast.errors import DoesNotFitError, EngineDiedError, EngineHungError
+from holdfast.errors import RANK_WITHOUT_MEMORY, DoesNotFitError, EngineDiedError, EngineError, EngineHungError
 
 pytestmark = pytest.mark.usefixtures("forked_starts")
 
@@ -99,6 +100,17 @@ def test_a_rank_that_gets_no_memory_at_start_is_refused_with_what_it_needs(tiny_
     assert "KV pool 512" in str(caught.value.needed)
     assert "free on its machine" in str(caught.value.found)
     assert not psutil.pid_exists(others[0])
+
+
+def test_a_rank_that_gets_no_memory_for_another_pool_is_a_fault_and_no_refusal(tiny_model, tmp_path, monkeypatch) -> None:
+    """Also before the first step: all ranks end, whoever asked for that pool."""
+    lacking = tmp_path / "lacking"
+    monkeypatch.setenv(RANK_NO_MEMORY, str(lacking))
+    with make(tiny_model, 2) as llm:
+        lacking.touch()
+        with pytest.raises(EngineError, match="rank 1: out of memory while serving") as caught:
+            llm._core.set_pool(llm._core.scheduler.kv.blocks_total)
+    assert caught.value.code == RANK_WITHOUT_MEMORY
 
 
 @pytest.fixture(scope="module")

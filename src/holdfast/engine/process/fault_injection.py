@@ -7,7 +7,7 @@
     HOLDFAST_FAULT_STAND_STILL=FILE     the process stops itself, as by SIGSTOP, after as many tokens as this file says,
                                         which it removes; 0: also one that starts, before it is ready
     HOLDFAST_FAULT_RANK_NO_MEMORY=FILE  while this file exists, which it removes, the next rank that is not the first
-                                        finds no memory for a step
+                                        finds no memory for a step, or for another size of the KV pool
 
 Without these variables nothing here does anything.
 """

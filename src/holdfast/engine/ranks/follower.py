@@ -104,6 +104,7 @@ class CpuFollower(Follower):
         if isinstance(order, messages.BackKV):
             runner.back_kv(order.blocks, order.most_blocks)
         elif isinstance(order, messages.ResizePool):
+            lack_memory(on_gpu=False)
             runner.resize_kv(order.blocks)
         self._say(messages.Done())
         return True

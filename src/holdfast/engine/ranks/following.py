@@ -69,7 +69,7 @@ class Follower(ABC):
     def __init__(self, start: messages.StartRank, descriptor: int, answers: Connection) -> None:
         self._rank, self._plan, self._answers = start.rank, start.plan, answers
         self._serves = False
-        """It has been given a step."""
+        """All ranks are ready: what fails now is no refusal of a start."""
         self._segment = Segment(segment_layout(start.plan.engine), descriptor)
         self._receiver = Receiver(self._segment, start.rank, self._look)
         with self._shortage_named():
@@ -105,7 +105,7 @@ class Follower(ABC):
         while True:
             try:
                 message = self._receiver.receive()
-                with self._shortage_named():
+                with self._shortage_named(in_step=message[:1] == messages.STEP):
                     if not self._heed(message):
                         return
             except StepLeft:
@@ -114,16 +114,17 @@ class Follower(ABC):
     def _heed(self, message: bytes) -> bool:
         """Whether there is more to do."""
         if message[:1] == messages.STEP:
-            self._serves = True
             self._execute(messages.decode_plan(message[1:]))
         elif message[:1] == messages.SAMPLED:
             self._note_sampled(messages.decode_sampled(message[1:]))
         else:
-            return self._follow(messages.decode_order(message[1:]))
+            order = messages.decode_order(message[1:])
+            self._serves = self._serves or isinstance(order, messages.Serve)
+            return self._follow(order)
         return True
 
     @contextlib.contextmanager
-    def _shortage_named(self) -> Iterator[None]:
+    def _shortage_named(self, *, in_step: bool = False) -> Iterator[None]:
         """An error that says that there was no memory comes out of this with its code, and what was needed."""
         try:
             yield
@@ -131,7 +132,7 @@ class Follower(ABC):
             if not (lacked := self._lacked(error)):
                 raise
             if self._serves:
-                raise _no_memory_for_step(lacked, error) from error
+                raise _no_memory(lacked, error, in_step=in_step) from error
             raise _no_room_at_start(lacked, self._plan, self._rank, error) from error
 
     def _say(self, message: messages.FromRank) -> None:
@@ -146,11 +147,12 @@ class Follower(ABC):
             raise StepLeft
 
 
-def _no_memory_for_step(lacked: str, error: Exception) -> EngineError:
-    """`lacked`: RAM or VRAM. All ranks are started again: the others have begun what this one cannot."""
-    ways = _WAYS[lacked]
+def _no_memory(lacked: str, error: Exception, *, in_step: bool) -> EngineError:
+    """`lacked`: RAM or VRAM. All ranks are started again: the others have begun what this one cannot, a step or another
+    size of the KV pool."""
+    ways, when = _WAYS[lacked], "in a step, which all ranks have begun" if in_step else "while serving"
     return EngineError(
-        f"out of {lacked} in a step, which all ranks have begun",
+        f"out of {lacked} {when}",
         code=RANK_WITHOUT_MEMORY,
         found=_said(lacked, error),
         fix=f"{ways.others}, or {ways.setting}",

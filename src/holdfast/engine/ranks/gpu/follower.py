@@ -71,6 +71,7 @@ class GpuFollower(Follower):
         if isinstance(order, messages.BackKV):
             runner.back_kv(order.blocks)
         elif isinstance(order, messages.ResizePool):
+            lack_memory(on_gpu=True)
             runner.resize_kv(order.blocks)
         elif isinstance(order, messages.Serve):
             self._member.joined.limit(order.limit_s)
