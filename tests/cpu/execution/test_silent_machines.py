@@ -62,9 +62,9 @@ def guarded(guards: Guards) -> None:
 
 
 def test_what_drops_packets_ends_a_connection_and_a_busy_process_does_not(soon: None) -> None:
-    pairs = [connected(), lines(), lines()]
+    pairs, unread = [connected(), lines(), lines()], connected()
     (head, agent), (first, second), (one, another) = pairs
-    hears, signs = Wire(head), Wire(agent)
+    hears, signs, tells = Wire(head), Wire(agent), Wire(unread[0])
     ended = dict[str, tuple[float, BaseException]]()
 
     def ends(name: str, work: Callable[[], object]) -> threading.Thread:
@@ -91,19 +91,21 @@ def test_what_drops_packets_ends_a_connection_and_a_busy_process_does_not(soon: 
         ends("agent", signs.receive),
         ends("stage", lambda: LineIn(second, "rank 0", no_watch).take(torch.zeros(4))),
         ends("guard", lambda: guarded(Guards({2: another}))),
+        ends("unread", lambda: tells.send(bytes(32 << 20))),  # Its machine answers, its process stands still.
     ]
     for thread in threads:
         thread.join(PATIENCE_S)
     assert {name: SOON_S / 2 < after_s < SOON_S + 3 for name, (after_s, _) in ended.items()} == dict.fromkeys(
-        ("head", "agent", "stage", "guard"), True
+        ("head", "agent", "stage", "guard", "unread"), True
     )
-    assert str(ended["head"][1]) == str(ended["agent"][1]) == GONE
+    assert {str(ended[name][1]) for name in ("head", "agent", "unread")} == {GONE}
+    assert "or its process has not read what was sent" in GONE
     assert "the connection from rank 0 is lost" in str(ended["stage"][1])
     assert "the connection to rank 2 is lost" in str(ended["guard"][1])
     taken = torch.zeros_like(much)
     from_idle.take(taken)
     assert torch.equal(taken, much)
-    for line in (to_busy, from_idle, hears, signs):
+    for line in (to_busy, from_idle, hears, signs, tells):
         line.close()
-    for rest in (first, one):
+    for rest in (first, one, unread[1]):
         rest.close()

@@ -15,12 +15,14 @@ import msgspec
 
 from holdfast.engine.ranks.messages import StartRank
 from holdfast.engine.ranks.nodes import messages
-from holdfast.engine.ranks.nodes.wire import STILL_S, Wire
+from holdfast.engine.ranks.nodes.wire import Wire
 from holdfast.errors import EngineDiedError
 from holdfast.execution.parallel.segment import Segment
 from holdfast.records import Failure
 from holdfast.units import shorten
 
+STILL_S = 15.0
+"""Without a sign of an agent whose machine answers: then it stands still."""
 HEARD_S = 2.0
 """For a node to hear that it is over, and to close its side."""
 STARTED_S = 30.0

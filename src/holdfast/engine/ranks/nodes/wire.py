@@ -14,11 +14,10 @@ import time
 
 from holdfast.execution.parallel.sockets.silence import LOST_S, end_when_silent
 
-STILL_S = 15.0
-"""Without a sign of an agent, or without it taking what is sent, while its machine answers: then it stands still."""
 SIGN_S = 0.5
 """Between two signs of a node that has nothing else to say."""
-GONE = f"the other machine, or the way to it, has not answered for {LOST_S} s"
+GONE = f"for {LOST_S} s the other machine, or the way to it, has not answered, or its process has not read what was sent"
+"""The system says the same of all three: a process that stands still is one of them once nothing more fits on its way."""
 MOST_BYTES = 256 << 20
 """Of a message; plans of thousands of sequences are far below."""
 MOST_BEFORE_PROOF = 64 << 10
@@ -38,7 +37,6 @@ class Wire:
         connection.setblocking(True)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         end_when_silent(connection, sends=True)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(STILL_S), 0))
 
     def wait_at_most(self, seconds: float, *, for_all: bool = False) -> None:
         """For any sign of a message; it raises TimeoutError (an OSError) then. `for_all`: for all messages from now on,
@@ -60,8 +58,6 @@ class Wire:
                 self._connection.sendall(message)
             except OSError as error:
                 self._shut_down()
-                if isinstance(error, BlockingIOError):
-                    raise TimeoutError("what was sent was not taken in time") from None
                 if isinstance(error, TimeoutError):
                     raise OSError(GONE) from None
                 raise

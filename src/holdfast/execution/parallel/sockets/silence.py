@@ -1,9 +1,10 @@
 """How a connection between machines ends when the other one is gone and nothing says so: its power is out, or the way
 there drops all packets. The systems of both sides ask and answer, so a process that computes for long, or has no turn
-on a loaded machine, is never taken to be gone.
+on a loaded machine, is taken to be gone only where it also leaves what is sent to it unread until nothing more fits.
 
     nothing comes     QUIET_S, then the other side is asked every ASK_S; gone after UNANSWERED of them in a row
-    nothing is taken  what was sent is sent again, and gone when LOST_S have passed without an acknowledgement
+    nothing is taken  what was sent is sent again, and gone when LOST_S have passed without an acknowledgement, or with
+                      nothing read on the other side, whose system answers but has no more room
 """
 
 from __future__ import annotations
