@@ -151,7 +151,7 @@ def test_ranks_take_what_there_is(
     nccl: bool, store: Any, reason: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = opened(monkeypatch, nccl=nccl, peers=True)
-    assert own.join(meeting(store), reason, 1.0, lambda waited_s: None).name == name
+    assert own.join(meeting(store), reason, 1.0, lambda waited_s: None).collectives.name == name
     assert (own._peers is None) == bool(reason), "memory that nobody maps is given back"
 
 

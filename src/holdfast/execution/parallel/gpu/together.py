@@ -48,11 +48,6 @@ class JoinedGpus:
     stage: GpuStage | None
     """None: every rank has a part of all layers."""
 
-    @property
-    def name(self) -> str:
-        """For people."""
-        return LINES_BY if self.collectives is None else self.collectives.name
-
     def _each(self) -> Iterator[GpuCollectives | StageLines]:
         if self.collectives is not None:
             yield self.collectives
