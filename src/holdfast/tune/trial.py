@@ -4,7 +4,7 @@ came to. Records and comparisons only."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -25,6 +25,8 @@ both answer everything in time."""
 LATE_WORTH = 0.02
 """Of an answer, whether in time or not: what tells two apart where none is in time."""
 OWN_PACE = 1.0
+ALIKE = 0.01
+"""Share of what the best is worth, by which another may be below it and count as equal."""
 
 BETTER, LIKELY, SAME, UNCONFIRMED = "better", "likely better", "no difference", "not confirmed"
 STANDS, ONLY, NOTHING = "holds what the default does not", "the default does not run", "nothing runs"
@@ -188,3 +190,15 @@ def _value(figures: Figures, objective: Objective) -> float | None:
     """As the verdict has it: what a user waits for counts from when the request was to be sent."""
     found = getattr(figures, {"ttft": "ttft_intended", "e2e": "e2e_intended"}.get(objective.metric, objective.metric))
     return None if found is None else float(found.at(objective.percentile))
+
+
+def plainest_first(
+    ordered: Sequence[ServerConfiguration], rank: Callable[[ServerConfiguration], tuple[object, float]]
+) -> list[ServerConfiguration]:
+    """Of those that are as good as the first, those with the fewest settings first: a setting that changes nothing is
+    one more to explain and to carry along."""
+    if not ordered:
+        return []
+    standing_of_first, most = rank(ordered[0])
+    alike = [one for one in ordered if rank(one)[0] == standing_of_first and rank(one)[1] >= (1 - ALIKE) * most]
+    return [*sorted(alike, key=lambda one: len(one.changes)), *(one for one in ordered if one not in alike)]

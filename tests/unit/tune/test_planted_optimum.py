@@ -17,6 +17,7 @@ from holdfast.tune.result import reasons
 from holdfast.tune.space.pruning import configuration_at
 from holdfast.tune.trial import (
     BETTER,
+    LIKELY,
     NO_HEADROOM,
     NOTHING,
     ONLY,
@@ -134,6 +135,17 @@ def test_a_planted_optimum_is_found(landscape: Landscape, noise: float) -> None:
         truly = of(landscape, outcome) / (landscape(START) or 1.0) - 1
         assert outcome.gain.change == pytest.approx(truly, abs=0.1 * (1 + truly))
         assert len(outcome.trials) <= 60
+
+
+@pytest.mark.parametrize(("speed", "fewest"), [(1.0, 10), (None, 13)])
+def test_a_short_time_is_enough_for_a_proof_where_its_fewest_rounds_fit(speed: float | None, fewest: int) -> None:
+    for seed in range(5):
+        outcome = PlantedServer(hill((1, 4, 2, 1)), noise=0.03, seed=seed).tune(fewest, speed=speed)
+        assert outcome.verdict in (BETTER, LIKELY)
+        # Where they do not fit, none of the time is kept for them.
+        server = PlantedServer(hill((1, 4, 2, 1)), noise=0.03, seed=seed)
+        assert server.tune(8, speed=speed).verdict == UNCONFIRMED
+        assert server.now_s >= 7 * TRIAL_S
 
 
 def test_where_nothing_differs_the_default_is_kept() -> None:

@@ -67,6 +67,8 @@ class StoreFolder:
         self._thread_lock = threading.Lock()
         self.seen = Control()
         """The numbers as last read or written."""
+        self._read = b""
+        """The bytes of them."""
         self.read_only: str = ""
         """Why it is, where it is."""
         self._lock = self._control = -1
@@ -98,10 +100,14 @@ class StoreFolder:
         finally:
             self._thread_lock.release()
 
+    def changed(self) -> bool:
+        """Whether the numbers are others than those last read or written. Without the lock."""
+        return self._read_control() != self._read
+
     def control(self) -> Control:
         """As of today. Where it is damaged, the budget begins anew, and bytes in use are to be counted."""
         now_s = self._calls.now()
-        data = b"" if self._control < 0 else self._calls.read(self._control, _CONTROL.size + 4, 0)
+        data = self._read = self._read_control()
         if len(data) == _CONTROL.size + 4 and zlib.crc32(data[:-4]) == int.from_bytes(data[-4:], "little"):
             magic, *numbers = _CONTROL.unpack(data[:-4])
             if magic == _MAGIC:
@@ -114,8 +120,12 @@ class StoreFolder:
         """Under the lock."""
         numbers = (control.total_bytes, control.day, control.written_bytes, control.read_rate, control.write_rate)
         data = _CONTROL.pack(_MAGIC, *numbers)
-        self._calls.write(self._control, data + zlib.crc32(data).to_bytes(4, "little"), 0)
-        self.seen = control
+        data += zlib.crc32(data).to_bytes(4, "little")
+        self._calls.write(self._control, data, 0)
+        self.seen, self._read = control, data
+
+    def _read_control(self) -> bytes:
+        return b"" if self._control < 0 else self._calls.read(self._control, _CONTROL.size + 4, 0)
 
     def slab_names(self) -> list[str]:
         return sorted(name.removesuffix(".index") for name in self._calls.names(self.path) if name.endswith(".index"))
