@@ -72,8 +72,10 @@ class StoreFolder:
         self.read_only: str = ""
         """Why it is, where it is."""
         self._lock = self._control = -1
+        self._reopens = False
+        """The lock's file was closed because it could not be unlocked."""
         try:
-            self._lock = calls.open(path / LOCK, os.O_RDWR | os.O_CREAT)
+            self._lock = self._open_lock()
             self._control = calls.open(path / CONTROL, os.O_RDWR | os.O_CREAT)
         except OSError as error:
             self.read_only = error.strerror or str(error)
@@ -83,11 +85,13 @@ class StoreFolder:
         """Alone among threads and processes. BusyError; OSError."""
         timeout_s = self._lock_s if timeout_s is None else timeout_s
         until = time.monotonic() + timeout_s
-        if self._lock < 0:
+        if self._lock < 0 and not self._reopens:
             raise OSError(errno.EROFS, self.read_only)
         if not self._thread_lock.acquire(timeout=timeout_s):
             raise BusyError
         try:
+            if self._reopens:
+                self._lock, self._reopens = self._open_lock(), False
             while not self._calls.try_lock(self._lock, fcntl.LOCK_EX):
                 if time.monotonic() > until:
                     raise BusyError
@@ -95,10 +99,20 @@ class StoreFolder:
             try:
                 yield
             finally:
-                with contextlib.suppress(OSError):  # Closing the file would do it, too.
-                    self._calls.try_lock(self._lock, fcntl.LOCK_UN)
+                self._unlock()
         finally:
             self._thread_lock.release()
+
+    def _open_lock(self) -> int:
+        return self._calls.open(self.path / LOCK, os.O_RDWR | os.O_CREAT)
+
+    def _unlock(self) -> None:
+        try:
+            self._calls.try_lock(self._lock, fcntl.LOCK_UN)
+        except OSError:  # Closing the file does it, too. Else all others would wait until this process ends.
+            with contextlib.suppress(OSError):
+                self._calls.close(self._lock)
+            self._lock, self._reopens = -1, True
 
     def changed(self) -> bool:
         """Whether the numbers are others than those last read or written. Without the lock."""
@@ -136,6 +150,7 @@ class StoreFolder:
                 with contextlib.suppress(OSError):
                     self._calls.close(file)
         self._lock = self._control = -1
+        self._reopens = False
         self.read_only = "closed"
 
 
