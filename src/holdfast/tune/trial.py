@@ -25,6 +25,8 @@ both answer everything in time."""
 LATE_WORTH = 0.02
 """Of an answer, whether in time or not: what tells two apart where none is in time."""
 OWN_PACE = 1.0
+FAILED_ALIKE = 4
+"""So many configurations that fail alike: all others would too."""
 ALIKE = 0.01
 """Share of what the best is worth, by which another may be below it and count as equal."""
 
@@ -61,6 +63,8 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: float | None = None
     died: str = ""
     """Why the server did not start or did not live; empty: it did."""
+    died_of_memory: bool = False
+    """Or of what nobody knows to be anything else."""
     warnings: list[str] = []
     seconds: float = 0.0
     """All of it: start, replay, end."""
@@ -138,6 +142,14 @@ def chance_of(trial: Trial) -> float:
     return trial.goodput * (more - less) / (2 * kept_per_s(in_time, trial.requests, 1.0, trial.climb))
 
 
+def no_setting_helps(trials: Sequence[Trial]) -> bool:
+    """Several different configurations died of one and the same thing, none lived, and it is no matter of memory, of
+    which settings take less."""
+    said = {trial.died for trial in trials if not trial.died_of_memory}
+    same = len(said) == 1 and all(trial.died in said for trial in trials) and "" not in said
+    return same and len({trial.configuration for trial in trials}) >= FAILED_ALIKE
+
+
 def mean_merit(trials: Sequence[Trial]) -> float:
     return sum(trial.merit or 0.0 for trial in trials) / len(trials) if trials else 0.0
 
@@ -145,6 +157,7 @@ def mean_merit(trials: Sequence[Trial]) -> float:
 def trial_of(
     result: BenchResult, configuration: ServerConfiguration, *, stage: Stage, speed: float, climb: float,
     offered_s: float, objectives: Sequence[Objective], error_share: float, seconds: float, died: str,
+    died_of_memory: bool = False,
 ) -> Trial:  # fmt: skip
     """`offered_s`: while requests came; what they took beyond it is not the configuration's time but the traffic's."""
     figures = result.whole
@@ -174,6 +187,7 @@ def trial_of(
         free_share=least_free(result.samples),
         preemptions=told[-1] - told[0] if told else None,
         died=died,
+        died_of_memory=died_of_memory,
         warnings=[f"{check.name}: {check.reason}" for check in failed if check.name in _WARNED],
         seconds=seconds,
     )

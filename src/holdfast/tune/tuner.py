@@ -39,6 +39,7 @@ from holdfast.tune.trial import (
     chance_of,
     is_sound,
     mean_merit,
+    no_setting_helps,
     plainest_first,
     standing,
 )
@@ -175,9 +176,6 @@ class Tuner:
         choices = self._choices(self._speed, self._climb)
         places = {configuration: place for place, configuration in enumerate(choices.configurations)}
 
-        def measure(place: int) -> float | None:
-            return self._try(choices.configurations[place], "search").merit
-
         def cannot_beat(place: int, best: float) -> bool:
             most = self._most_goodput(place, self._speed, self._climb)
             if most is not None and most < best:
@@ -185,18 +183,20 @@ class Tuner:
                 return True
             return False
 
-        return search(
+        ended = search(
             choices.points,
             choices.same_as,
-            measure,
+            lambda place: self._try(choices.configurations[place], "search").merit,
             lambda: (
                 self._left_s() - self._cost_s() > self._reserve_s(provable=provable)
                 and not self._may_quicken(self._kept_all())
+                and not no_setting_helps(self.trials)
             ),
             known={places[trial.configuration]: trial.merit for trial in self._here()},
             scatter=self._scatter,
             cannot_beat=cannot_beat,
         )
+        return "all servers ended alike, whatever was set" if no_setting_helps(self.trials) else ended
 
     def _finalists(self) -> list[ServerConfiguration]:
         """The best few, each measured again until one is the best, as far as equal runs let that be said."""

@@ -73,6 +73,7 @@ class PlantedServer:
                 speed=speed,
                 climb=climb,
                 died="out of memory",
+                died_of_memory=True,
                 seconds=TRIAL_S,
             )
         offered = speed * climb * 10.0 / self.saturated_at  # At the end.
@@ -295,6 +296,19 @@ def test_a_default_that_dies_is_replaced_and_one_where_all_die_says_so() -> None
     assert of(lambda point: None if point[1] >= 3 else 5.0 + point[0], outcome) == 10.0
     dead = PlantedServer(lambda point: None).tune()
     assert (dead.kept, dead.verdict) == (None, NOTHING)
+    assert len(dead.trials) > 30  # Less may fit.
+
+
+def test_a_failure_that_no_setting_changes_ends_the_search() -> None:
+    class Misinstalled(PlantedServer):
+        def __call__(self, configuration: ServerConfiguration, **asked: Any) -> Trial:
+            return msgspec.structs.replace(
+                super().__call__(configuration, **asked), died="no package", died_of_memory=False
+            )
+
+    outcome = Misinstalled(lambda point: None).tune()
+    assert (outcome.kept, outcome.verdict, len(outcome.trials)) == (None, NOTHING, 4)
+    assert outcome.ended == "all servers ended alike, whatever was set"
 
 
 def test_the_replay_is_quickened_until_the_default_no_longer_holds_and_the_kept_one_holds_the_users_pace() -> None:
