@@ -39,6 +39,7 @@ from holdfast.observability.nonblocking_output import unblock_output
 if TYPE_CHECKING:
     from holdfast.engine.core.kept_kv import KVKeeper
     from holdfast.engine.startup.build import FoundModel
+    from holdfast.records import EngineStats
 
 log = logging.getLogger("holdfast")
 
@@ -181,7 +182,8 @@ class _Heart:
 
 
 def _serve(core: EngineCore, socket: zmq.Socket[bytes], heart: _Heart, keeper: KVKeeper | None = None) -> None:
-    resizes, told = _Resizes(core, socket), None
+    resizes = _Resizes(core, socket)
+    told: EngineStats | None = None
     while True:
         if not core.has_work:
             socket.poll(IDLE_POLL_MS)
@@ -216,6 +218,10 @@ def _serve(core: EngineCore, socket: zmq.Socket[bytes], heart: _Heart, keeper: K
             core.check_ranks()
             core.balance_kv()
             core.breathe()
+            # Of a store that another process writes or prunes.
+            if (use := core.kv_store_use()) is not None and (told is None or use != told.kv_store):
+                told = core.stats()
+                socket.send(protocol.encode(protocol.StepOutputs([], told)))
         if (breathed := core.pop_breathed()) is not None:
             socket.send(protocol.encode(protocol.StepOutputs([], core.stats())))
             socket.send(protocol.encode(protocol.Breathed(breathed)))
