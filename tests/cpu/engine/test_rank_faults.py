@@ -102,7 +102,9 @@ def test_a_rank_that_gets_no_memory_at_start_is_refused_with_what_it_needs(tiny_
     assert not psutil.pid_exists(others[0])
 
 
-def test_a_rank_that_gets_no_memory_for_another_pool_is_a_fault_and_no_refusal(tiny_model, tmp_path, monkeypatch) -> None:
+def test_a_rank_that_gets_no_memory_for_another_pool_is_a_fault_and_no_refusal(
+    tiny_model, tmp_path, monkeypatch
+) -> None:
     """Also before the first step: all ranks end, whoever asked for that pool."""
     lacking = tmp_path / "lacking"
     monkeypatch.setenv(RANK_NO_MEMORY, str(lacking))

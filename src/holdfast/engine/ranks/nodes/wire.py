@@ -16,8 +16,8 @@ from holdfast.execution.parallel.sockets.silence import LOST_S, end_when_silent
 
 SIGN_S = 0.5
 """Between two signs of a node that has nothing else to say."""
-GONE = f"for {LOST_S} s the other machine, or the way to it, has not answered, or its process has not read what was sent"
-"""The system says the same of all three: a process that stands still is one of them once nothing more fits on its way."""
+GONE = f"for {LOST_S} s the other machine, or the way to it, did not answer, or its process has not read what was sent"
+"""The system says the same of all three; of a process that stands still once nothing more fits."""
 MOST_BYTES = 256 << 20
 """Of a message; plans of thousands of sequences are far below."""
 MOST_BEFORE_PROOF = 64 << 10
