@@ -209,8 +209,8 @@ def _cached_apart(a: BenchResult, b: BenchResult) -> Iterator[str]:
     if first is None or second is None:
         word, share, other = ("A", first, "B") if second is None else ("B", second, "A")
         yield (
-            f"the prefix caches cannot be compared: of prompt tokens {word} had {share:.0%} cached, {other} does not tell;"
-            " run both cold (a restart, or a --seed that neither server had before)"
+            f"prefix caches cannot be compared: of prompt tokens {word} had {share:.0%} cached, {other} does not"
+            " tell; run both cold (a restart, or a --seed that neither server had before)"
         )
         return
     yield (
