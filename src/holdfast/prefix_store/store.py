@@ -289,7 +289,7 @@ class PrefixStore:
                 if slab.index.changed():
                     slab.index.load()
                 if self._folder.changed():
-                    self._folder.control()
+                    self._folder.look()
                 return
             if slab.removed():
                 raise FileNotFoundError(errno.ENOENT, "its files were removed while it was in use")

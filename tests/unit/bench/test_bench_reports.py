@@ -203,7 +203,7 @@ def test_prefix_caches_that_differ_are_told_beside_a_comparison() -> None:
     # A server whose answers do not tell, but its counters do; and one that tells nothing.
     counted = [ServerSample(at_s=at, prefix_asked=100 * at, prefix_found=100 * at) for at in (1.0, 2.0)]
     assert compare(warm, msgspec.structs.replace(result(2), samples=counted)).warnings == []
-    assert "B an unknown share" in compare(warm, result(2)).warnings[0]
+    assert "A had 100% cached, B does not tell" in compare(warm, result(2)).warnings[0]
 
 
 def test_a_comparison_of_nothing_has_no_table() -> None:

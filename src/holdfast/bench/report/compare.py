@@ -206,10 +206,16 @@ def _cached_apart(a: BenchResult, b: BenchResult) -> Iterator[str]:
     first, second = _cached_share(a), _cached_share(b)
     if abs((first or 0.0) - (second or 0.0)) < CACHED_APART:
         return
-    said = ["an unknown share" if share is None else f"{share:.0%}" for share in (first, second)]
+    if first is None or second is None:
+        word, share, other = ("A", first, "B") if second is None else ("B", second, "A")
+        yield (
+            f"prefix caches cannot be compared: of prompt tokens {word} had {share:.0%} cached, {other} does not"
+            " tell; run both cold (a restart, or a --seed that neither server had before)"
+        )
+        return
     yield (
-        f"the prefix caches differ: of prompt tokens A had {said[0]} cached, B {said[1]}; run both cold (a restart,"
-        " or a --seed that neither server had before) or both warm"
+        f"the prefix caches differ: of prompt tokens A had {first:.0%} cached, B {second:.0%}; run both cold (a"
+        " restart, or a --seed that neither server had before) or both warm"
     )
 
 

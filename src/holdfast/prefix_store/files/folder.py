@@ -118,17 +118,25 @@ class StoreFolder:
         """Whether the numbers are others than those last read or written. Without the lock."""
         return self._read_control() != self._read
 
+    def look(self) -> None:
+        """`seen` as it is now. Without the lock: what another is writing just then is not taken."""
+        data = self._read_control()
+        if (found := self._decoded(data)) is not None:
+            self.seen, self._read = found, data
+
     def control(self) -> Control:
         """As of today. Where it is damaged, the budget begins anew, and bytes in use are to be counted."""
-        now_s = self._calls.now()
-        data = self._read = self._read_control()
+        self._read = self._read_control()
+        self.seen = self._decoded(self._read) or Control().on(self._calls.now())
+        return self.seen
+
+    def _decoded(self, data: bytes) -> Control | None:
+        """None: it is damaged."""
         if len(data) == _CONTROL.size + 4 and zlib.crc32(data[:-4]) == int.from_bytes(data[-4:], "little"):
             magic, *numbers = _CONTROL.unpack(data[:-4])
             if magic == _MAGIC:
-                self.seen = Control(*numbers).on(now_s)
-                return self.seen
-        self.seen = Control().on(now_s)
-        return self.seen
+                return Control(*numbers).on(self._calls.now())
+        return None
 
     def set_control(self, control: Control) -> None:
         """Under the lock."""
