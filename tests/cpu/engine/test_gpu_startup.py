@@ -256,7 +256,7 @@ def test_cores_are_timed_beside_the_link_when_all_else_is_ready(
         def begin(self) -> None:
             order.append("begin")
 
-        def calibrate(self) -> None:
+        def calibrate(self, beat: Callable[[], None]) -> None:
             assert start.gpu.pool
             order.append("calibrate")
 

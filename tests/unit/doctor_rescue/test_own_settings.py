@@ -60,7 +60,7 @@ def test_all_that_is_refused_is_found_at_once_with_one_command_without_it() -> N
 @pytest.mark.parametrize(
     ("words", "gpu", "code"),
     [
-        (f"{DENSE} -pp 2 --disable-custom-all-reduce", "h100-80x2", "HF138"),
+        (f"{DENSE} -tp 2 -pp 2 --disable-custom-all-reduce", "h100-80x4", "HF138"),
         (f"{DENSE} -tp 2 -ep", "h100-80x2", "HF138"),
         (f"{EXPERTS} -tp 2 -q fp8", "h100-80x2", "HF138"),
         (f"{DENSE} -tp 2", "h100-80,a100-80", "HF138"),
