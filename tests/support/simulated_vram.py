@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 
 import torch
 from aliased_memory import AliasedMemory
 from fake_cuda_driver import FakeDriver, fake_kv_range
 from simulated_copies import SimulatedCopies, unpinned_memory
 
+from holdfast.execution.gpu.memory.accounting import GpuHeld
 from holdfast.execution.gpu.memory.arbiter import VramArbiter
+from holdfast.execution.gpu.memory.graphs_room import GraphsRoom
 from holdfast.execution.gpu.memory.layer_ranges import LayerRanges
 from holdfast.execution.streaming.device_layers import DeviceLayers
 from holdfast.footprint.streamed import beside_gpu, streamed_layers
@@ -24,10 +26,20 @@ OTHERS = 50 * PAGE
 
 
 class Gpu:
-    """Layers, pages of KV, and others that are always the same."""
+    """Layers, pages of KV, and others that are always the same. `graphs_bytes`: room of graphs that steps are captured
+    in while all layers stay; the first takes two fifths of it, the others a page each."""
 
-    def __init__(self, ram_layers: int = 100) -> None:
-        self.total = 1000 * PAGE
+    tells = True
+    """The driver tells what this process holds."""
+    captured_bytes = 0
+    unaccounted_bytes = 0
+    """That no share has."""
+    graphs_kept_bytes = 0
+    """By the driver, of those that were closed."""
+
+    def __init__(self, ram_layers: int = 100, graphs_bytes: int = 0) -> None:
+        self.total, self.first_graph_bytes = 1000 * PAGE, 2 * graphs_bytes // 5
+        self.room = GraphsRoom(self, graphs_bytes // 2, graphs_bytes, PAGE)
         by_layer = [PAGE] * LAYERS
         placed = replace(beside_gpu(streamed_layers(by_layer, STREAMED, 0), by_layer), ahead=0)
         self.size = placed.sizes[0]
@@ -49,22 +61,65 @@ class Gpu:
             "context": OTHERS, "weights": self.layers.resident_bytes, "layer_slots": self.layers.nbytes
         }  # fmt: skip
         self.budget = sum(held.values()) + self.kv.nbytes
-        self.arbiter = VramArbiter(self, self.kv, self.budget, held, sum(held.values()), self.layers)  # type: ignore[arg-type]
+        self.arbiter = VramArbiter(
+            self,
+            self.kv,
+            self.budget,
+            held,
+            sum(held.values()),
+            self.layers,
+            graphs=self.room if graphs_bytes else None,
+            close_graphs=self.close_graphs,
+        )
+        self.change_layers, self.layers.change = self.layers.change, self.watched_change  # type: ignore[method-assign]
         self.arbiter.pool_is_backed()
         self.most_own = 0
 
-    def told_bytes(self) -> int:
-        return OTHERS + sum(self.driver.handles.values()) + sum(self.kv_driver.handles.values())
+    def told_bytes(self) -> int | None:
+        return self.held_bytes() if self.tells else None
 
-    def held(self) -> SimpleNamespace:
-        return SimpleNamespace(free_bytes=self.total - self.told_bytes(), own_bytes=self.told_bytes())
+    def held_bytes(self) -> int:
+        handles = (*self.driver.handles.values(), *self.kv_driver.handles.values())
+        return OTHERS + self.captured_bytes + self.unaccounted_bytes + sum(handles)
+
+    def kept_by_torch(self) -> int:
+        return 0
+
+    def close_graphs(self) -> None:
+        if not self.room.any_measured:
+            return
+        with self.room.closed():
+            self.unaccounted_bytes += min(self.captured_bytes, self.graphs_kept_bytes)
+            self.captured_bytes = 0
+
+    def watched_change(self, streamed: Sequence[int]) -> None:
+        assert not self.captured_bytes, "no layer goes from under a graph"
+        self.change_layers(streamed)
+
+    def step(self) -> None:
+        """All layers are themselves in it; it is captured where it may be."""
+        if self.room.nbytes and not self.layers.comes and self.room.may_capture():
+            assert not self.layers.streamed
+            with self.room.counted():
+                self.captured_bytes += PAGE if self.captured_bytes else self.first_graph_bytes
+        for layer in range(LAYERS):
+            self.layers.begin(layer)
+            assert self.layers.place(layer)[:PAGE].eq(layer).all()
+            self.layers.halfway(layer)
+            self.layers.end(layer)
+        self.most_own = max(self.most_own, self.held_bytes())
+        if self.room.exceeded:
+            self.close_graphs()
+
+    def held(self) -> GpuHeld:
+        return GpuHeld(self.held_bytes(), self.total - self.held_bytes(), self.total)
 
     def look_again(self) -> None:
         pass
 
     def resize_kv(self, blocks: int) -> None:
         self.kv.resize(blocks)
-        self.most_own = max(self.most_own, self.told_bytes())
+        self.most_own = max(self.most_own, self.held_bytes())
 
     def change(self, budget: int) -> VramGrant:
         return self.arbiter.change(VramBudget(budget_bytes=budget), LEAST_BLOCKS, self.resize_kv)
@@ -137,12 +192,12 @@ class ExpertGpu(Gpu):
         )
         self.arbiter.pool_is_backed()
 
-    def told_bytes(self) -> int:
+    def held_bytes(self) -> int:
         return OTHERS + self.experts.resident_bytes + self.experts.nbytes + sum(self.kv_driver.handles.values())
 
     def change_experts(self, count: int) -> None:
         self.experts.change(count)
-        self.most_own = max(self.most_own, self.told_bytes())
+        self.most_own = max(self.most_own, self.held_bytes())
 
     def close(self) -> None:
         self.kv.close()

@@ -175,6 +175,8 @@ class LayersGrant(msgspec.Struct, frozen=True, kw_only=True):
     slots_bytes: int
     pinned_bytes: int
     """Of RAM."""
+    graphs_bytes: int = 0
+    """Of the GPU, for graphs of steps: while all layers stay."""
 
 
 class ExpertsGrant(msgspec.Struct, frozen=True, kw_only=True):

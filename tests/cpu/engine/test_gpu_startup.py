@@ -26,12 +26,13 @@ from holdfast.engine.startup.engine_info import engine_info
 from holdfast.errors import DoesNotFitError
 from holdfast.execution.gpu.memory import accounting as gpu_memory
 from holdfast.execution.gpu.memory.arbiter import VramArbiter
+from holdfast.execution.gpu.memory.graphs_room import GraphsRoom
 from holdfast.execution.gpu.memory.virtual_memory import OUT_OF_MEMORY, RangeError
 from holdfast.execution.streaming import pinned_memory
 from holdfast.execution.streaming.pinned_memory import PinnedMemory
 from holdfast.execution.tiers import gpu as gpu_tiers
 from holdfast.execution.tiers.gpu import GpuPageCopies
-from holdfast.footprint.gpu import GRAPHS_BYTES
+from holdfast.footprint.gpu import FIRST_CAPTURE_BYTES, GRAPHS_BYTES
 from holdfast.footprint.streamed import page_tables_bytes, with_others_streamed
 from holdfast.hardware import Memory
 from holdfast.hardware.nvidia import NvidiaGpu, NvidiaMachine
@@ -41,6 +42,7 @@ from holdfast.planner import Plan
 from holdfast.planner.models.variants import planned
 from holdfast.planner.serve.gpu_plan import make_gpu_plan
 from holdfast.planner.sizing import host_ram
+from holdfast.planner.sizing.terms import later_graphs_bytes
 from holdfast.records import (
     ExpertsGrant,
     LayersGrant,
@@ -143,7 +145,7 @@ class FakeRunner:
     decisions = ()
     kv_dtype = torch.bfloat16
     layer_slots_bytes = expert_slots_bytes = pinned_bytes = mapped_bytes = 0
-    movable_layers = movable_experts = change_experts = None
+    movable_layers = movable_experts = change_experts = close_graphs = None
 
     def __init__(self, gpu: FakeGpu, plan: Plan, page: int) -> None:
         self.gpu, self.plan, self.page = gpu, plan, page
@@ -578,6 +580,8 @@ def test_a_process_that_is_started_again_has_the_layers_where_they_were(spec: Mo
     model: Any = SimpleNamespace(files=SimpleNamespace(name="fake", trained_to_embed=False), spec=spec)
     info = engine_info(config, model.files, spec, plan, runner, report)  # type: ignore[arg-type]
     now = Serving(config=config, model=model, plan=plan, info=info, pids=(1,))
+    graphs_bytes = later_graphs_bytes(spec, plan.limits)
+    assert MIB < graphs_bytes < 256 * MIB
     for streamed in (placed.layers[1:], (), tuple(range(16))):
         then = with_others_streamed(placed, streamed)
         weights = plan.terms["weights"] + then.resident_bytes - placed.resident_bytes
@@ -591,6 +595,7 @@ def test_a_process_that_is_started_again_has_the_layers_where_they_were(spec: Mo
                 weights_bytes=weights,
                 slots_bytes=then.slots_bytes,
                 pinned_bytes=77 * MIB,
+                graphs_bytes=0 if streamed else graphs_bytes,
             ),
         )
         now = with_vram(now, VramBudget(budget_bytes=3 * GIB), 3 * GIB, granted)
@@ -602,6 +607,16 @@ def test_a_process_that_is_started_again_has_the_layers_where_they_were(spec: Mo
         pinned, mlps = now.info.memory.below[0].terms
         assert (pinned.measured_bytes, mlps.planned_bytes, mlps.measured_bytes) == (77 * MIB, 5 * MIB, None)
         assert now.plan.terms["page_tables"] == page_tables_bytes(77 * MIB)
+        assert now.plan.terms["graphs"] - plan.terms["graphs"] == (0 if streamed else graphs_bytes)
+        limited = list[GraphsRoom]()
+        again: Any = SimpleNamespace(
+            captures=True, spec=spec, movable_layers=SimpleNamespace(streamed=streamed), limit_graphs=limited.append
+        )
+        room = build_gpu._graphs_room(again, plan, memory=None)  # type: ignore[arg-type]
+        assert room is limited[0]
+        assert (room.wanted_bytes, room.next_bytes, room.nbytes) == (graphs_bytes, FIRST_CAPTURE_BYTES, 0)
+        assert build_gpu._counts_graphs(again, now.plan) == (not streamed), "from its first step on"
+        assert not build_gpu._counts_graphs(again, plan), "which has not counted them"
         (said,) = [line for line in now.info.decisions if line.startswith("streamed_layers = ")]
         assert f"{len(streamed)} of 16" in said
         assert any(line == said for line in now.info.lowered) == bool(streamed)

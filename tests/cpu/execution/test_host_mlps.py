@@ -409,6 +409,7 @@ def test_an_engine_that_is_closed_waits_for_no_copies(layers: DeviceLayers, mlp:
     hosts = HostMlps(offer, layers, CPU, lambda sizes, device: unpinned_memory(sizes))
     hosts.begin()
     assert begun.wait(30)
+    assert not hosts.decided
     hosts._stopping.set()
     going_on.set()
     hosts.close()

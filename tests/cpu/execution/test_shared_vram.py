@@ -33,7 +33,7 @@ class Shared:
 
     def _sample(self) -> DeviceSample:
         self.gpu.total = TOTAL - self.neighbour
-        own = self.gpu.told_bytes()
+        own = self.gpu.held_bytes()
         return DeviceSample(TOTAL, self.gpu.total - own, own)
 
     def look(self, seconds: int = 1) -> PoolChange | None:
@@ -49,7 +49,7 @@ class Shared:
             change = self.breathing.look(scheduler, self.now_s, idle=self.idle, ways=ways)  # type: ignore[arg-type]
             if change is not None:
                 found, self.changes = change, self.changes + 1
-            assert self.gpu.told_bytes() + self.neighbour <= TOTAL
+            assert self.gpu.held_bytes() + self.neighbour <= TOTAL
         return found
 
     def _resize(self, blocks: int) -> None:
@@ -61,12 +61,12 @@ class Shared:
             granted = self.gpu.arbiter.change(asked, LEAST_BLOCKS, self.gpu.resize_kv)
         except DoesNotFitError as error:
             return error
-        assert max(self.gpu.most_own, self.gpu.told_bytes()) <= max(before, granted.budget_bytes)
+        assert max(self.gpu.most_own, self.gpu.held_bytes()) <= max(before, granted.budget_bytes)
         return None
 
     def leave_free(self, nbytes: int) -> None:
         """The neighbour takes all but this."""
-        self.neighbour = TOTAL - self.gpu.told_bytes() - nbytes
+        self.neighbour = TOTAL - self.gpu.held_bytes() - nbytes
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +76,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def near(gpu: Gpu, nbytes: int) -> None:
     """So that this much more, taken at once, is more than is free with the margin."""
-    gpu.total = gpu.told_bytes() + nbytes
+    gpu.total = gpu.held_bytes() + nbytes
 
 
 def test_layers_leave_for_a_neighbour_before_kv_that_is_wanted_and_come_back() -> None:
@@ -89,7 +89,7 @@ def test_layers_leave_for_a_neighbour_before_kv_that_is_wanted_and_come_back() -
     assert change is not None
     assert change.granted is not None
     needed = 2 * MARGIN + 3 * PAGE - (MARGIN - 3 * PAGE)
-    assert gpu.told_bytes() <= gpu.budget - needed == change.budget_bytes
+    assert gpu.held_bytes() <= gpu.budget - needed == change.budget_bytes
     streamed = len(gpu.layers.streamed)
     assert STREAMED < streamed <= STREAMED + -(-needed // whole) + 1
     assert change.granted.layers is not None
@@ -124,7 +124,7 @@ def test_what_a_neighbour_held_at_the_start_lets_more_layers_in_when_it_has_left
     change = shared.look(30)
     assert change is not None
     assert gpu.layers.streamed == ()
-    assert gpu.told_bytes() <= TOTAL - 2 * MARGIN
+    assert gpu.held_bytes() <= TOTAL - 2 * MARGIN
     assert shared.changes <= 2
     gpu.close()
 
@@ -173,7 +173,7 @@ def test_a_pool_that_was_given_up_gives_way_with_layers_and_is_whole_for_a_reque
     assert len(gpu.layers.streamed) > STREAMED
     shared.idle = False
     shared.look()
-    assert gpu.told_bytes() + shared.neighbour <= TOTAL, "the pool takes what is free, and no more"
+    assert gpu.held_bytes() + shared.neighbour <= TOTAL, "the pool takes what is free, and no more"
     shared.neighbour = 0
     shared.look(30)
     assert (len(gpu.layers.streamed), gpu.kv.blocks) == (STREAMED, 40)
@@ -191,7 +191,7 @@ def test_experts_leave_for_a_neighbour_and_come_back() -> None:
     assert change.granted is not None
     assert change.granted.experts is not None
     assert sum(change.granted.experts.resident) == gpu.experts.count < 16
-    assert gpu.told_bytes() <= gpu.budget - 53 * PAGE
+    assert gpu.held_bytes() <= gpu.budget - 53 * PAGE
     shared.neighbour = 0
     shared.look(30)
     assert (gpu.experts.count, gpu.kv.blocks) == (16, 40)

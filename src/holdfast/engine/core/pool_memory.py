@@ -30,7 +30,7 @@ class VramShares(PoolMemory, WholeBudget, Protocol):
 
     @property
     def reserved_bytes(self) -> int:
-        """Of all of it now."""
+        """Of all of it now, but for room of graphs that are not captured."""
 
 
 class RamPool:

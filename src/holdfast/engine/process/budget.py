@@ -19,6 +19,7 @@ from holdfast.engine.process import protocol
 from holdfast.engine.startup.build import FoundModel, plan_model
 from holdfast.engine.startup.plan_lines import concurrency, planned_terms
 from holdfast.errors import EngineError, UnsupportedOptionError
+from holdfast.footprint.gpu import code_bytes
 from holdfast.footprint.streamed import page_tables_bytes, with_others_streamed
 from holdfast.hardware import memory
 from holdfast.observability.decisions import Decision
@@ -191,7 +192,9 @@ def with_vram(now: Serving, asked: VramBudget, vram: int | None, granted: VramGr
     rank = replace(rank, budget_bytes=budget, device=replace(rank.device, budget_bytes=config.vram))
     layers, experts = granted.layers, granted.experts
     if (sizes := _sizes(granted, plan.engine.kv_ram_bytes)) is not None:
-        rank = replace(rank, terms=tuple(replace(one, nbytes=sizes.get(one.name, one.nbytes)) for one in rank.terms))
+        # A process that is started again has them from the start.
+        begins = sizes if layers is None else sizes | {"graphs": code_bytes(experts_apart=False) + layers.graphs_bytes}
+        rank = replace(rank, terms=tuple(replace(one, nbytes=begins.get(one.name, one.nbytes)) for one in rank.terms))
     why = describe_budget(rank, plan.utilization)
     lacking = vram is not None and budget < asked.budget_bytes
     if short:

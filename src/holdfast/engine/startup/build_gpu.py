@@ -28,6 +28,7 @@ from holdfast.execution.device import DTYPES, KV_DTYPES, Device, has_gpu_context
 from holdfast.execution.gpu.decoder import arrange_layer
 from holdfast.execution.gpu.memory.accounting import GpuHeld, GpuMemory, held_before, open_device
 from holdfast.execution.gpu.memory.arbiter import VramArbiter
+from holdfast.execution.gpu.memory.graphs_room import GraphsRoom
 from holdfast.execution.gpu.memory.oom import is_shortage
 from holdfast.execution.gpu.memory.virtual_memory import RangeError
 from holdfast.execution.gpu.runner import GpuRunner
@@ -42,7 +43,7 @@ from holdfast.execution.tiers.gpu import DiskPlaces, GpuPageCopies, HostMemory
 from holdfast.execution.weights.decoder_weights import Weights
 from holdfast.execution.weights.load import load_weights
 from holdfast.footprint.cpu import staging_places
-from holdfast.footprint.gpu import code_bytes
+from holdfast.footprint.gpu import FIRST_CAPTURE_BYTES, code_bytes
 from holdfast.footprint.streamed import page_tables_bytes
 from holdfast.hardware import memory as ram
 from holdfast.hardware import processor
@@ -53,6 +54,7 @@ from holdfast.planner import Plan, largest_pool, settle_pool
 from holdfast.planner.serve.kv_store_ram import store_terms
 from holdfast.planner.serve.shares.engines import one_share, ram_share
 from holdfast.planner.sizing.host_ram import may_be_pinned
+from holdfast.planner.sizing.terms import later_graphs_bytes
 from holdfast.records import LowerTier, MemoryReport, MemoryTerm
 from holdfast.units import GIB, format_bytes
 
@@ -321,6 +323,7 @@ def _settle(
     uncounted = 0 if memory.told_bytes() is None else tables
     taken = taken_terms(plan, measured, captured.own_bytes + uncounted - runner.kv.nbytes)
     planned = sum(size for name, size in plan.terms.items() if name != "kv_pool")
+    graphs = _graphs_room(runner, plan, memory)
     # What was asked for by hand stays so.
     by_hand = plan.question.settings.offload.experts_by_hand
     arbiter = VramArbiter(
@@ -332,11 +335,32 @@ def _settle(
         runner.movable_layers,
         None if by_hand else runner.movable_experts,
         runner.change_experts,
+        graphs,
+        runner.close_graphs,
+        graphs_planned=graphs is not None and _counts_graphs(runner, plan),
     )
     plan = _back(plan, runner, arbiter)
     arbiter.pool_is_backed()
     measured["kv_pool"] = runner.kv.nbytes
     return runner, plan, report_of(plan, measured, loaded, memory.held(), below(plan)), arbiter
+
+
+def _graphs_room(runner: GpuRunner, plan: Plan, memory: GpuMemory) -> GraphsRoom | None:
+    """Of graphs that there are only while all layers stay, captured when they are needed; None: there are none."""
+    if runner.movable_layers is None or not runner.captures:
+        return None
+    all_bytes = later_graphs_bytes(runner.spec, plan.limits, plan.question.settings.max_loras)
+    room = GraphsRoom(memory, FIRST_CAPTURE_BYTES, all_bytes)
+    runner.limit_graphs(room)
+    return room
+
+
+def _counts_graphs(runner: GpuRunner, plan: Plan) -> bool:
+    """Whether all layers came to stay before this process was started, and the plan has counted graphs of them."""
+    layers = runner.movable_layers
+    if layers is None or layers.streamed:
+        return False
+    return plan.terms.get("graphs", 0) > code_bytes(experts_apart=False)
 
 
 def _load(

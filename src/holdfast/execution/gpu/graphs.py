@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from holdfast.execution.gpu.batch_sizes import padded
+from holdfast.execution.gpu.memory.graphs_room import GraphsRoom
 from holdfast.execution.gpu.memory.oom import is_shortage
 from holdfast.execution.gpu.sampling import Work
 
@@ -58,6 +59,8 @@ class DecodeGraphs:
         self._graphs: dict[tuple[int, Work, bool], torch.cuda.CUDAGraph] = {}
         self._pool: Any = None  # torch has no public name for it.
         self._steps_to_wait = 0
+        self.room: GraphsRoom | None = None
+        """What they may take; None: a start has captured some, and the plan has counted the others."""
         # One for all captures: torch gives cuBLAS 32 MiB of its own for every stream that multiplies.
         self._side = torch.cuda.Stream(device)
 
@@ -90,8 +93,11 @@ class DecodeGraphs:
         if self._steps_to_wait:
             self._steps_to_wait -= 1
             return
+        if self.room is not None and not self.room.may_capture():
+            return
         try:
-            self._graphs[size, work, adapted] = self._capture(size, work, adapted)
+            with contextlib.nullcontext() if self.room is None else self.room.counted():
+                self._graphs[size, work, adapted] = self._capture(size, work, adapted)
         except RuntimeError as error:
             # The step itself is done. Without its graph the next is slower, and right.
             self._steps_to_wait = STEPS_BETWEEN_TRIES

@@ -4,7 +4,8 @@
             for the masks of answers that must follow a grammar, while the decoder runs)
     result: waits for that copy
 
-Steps of single tokens are graphs; others are launched kernel by kernel. Decides nothing: that was the scheduler.
+Steps of single tokens are graphs while no layer comes; others are launched kernel by kernel. Decides nothing: that was
+the scheduler.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from holdfast.execution.gpu.decoder import GpuDecoder
 from holdfast.execution.gpu.graphs import DecodeGraphs
 from holdfast.execution.gpu.launched_step import GpuStep, Launched, Sampled, Told, in_order
 from holdfast.execution.gpu.layers.lora import GpuAdapters
+from holdfast.execution.gpu.memory.kept_graphs import KeptGraphs
 from holdfast.execution.gpu.memory.kv_range import KVRange
-from holdfast.execution.gpu.memory.movable_weights import MovableWeights
 from holdfast.execution.gpu.memory.oom import finish, give_back_cached, is_shortage
 from holdfast.execution.gpu.memory.page_tiers import PageTiers
 from holdfast.execution.gpu.memory.pinned_staging import carry
@@ -60,7 +61,7 @@ from holdfast.records import (
 STEPS_AHEAD = 1
 
 
-class GpuRunner(MovableWeights, PageTiers):
+class GpuRunner(KeptGraphs, PageTiers):
     def __init__(
         self,
         spec: ModelSpec,
@@ -112,16 +113,15 @@ class GpuRunner(MovableWeights, PageTiers):
         self._next = 0
         self._embeds = numpy.zeros(rows, dtype=bool)
         self._kv: KVRange | None = None
-        # Streamed layers are waited for one by one, and launching takes less time than they take to come; so do all
-        # experts of a layer for a step with many tokens.
+        # All experts of a layer are waited for by a step with many tokens.
         experts = self._decoder.experts
         most = limits.max_num_batched_tokens
         few = most if experts is None else experts.few_tokens
         self._most_captured = max((size for size in padded_sizes(rows) if padded(size, most) <= few), default=0)
-        graphs = graphs and self._decoder.streamed is None
         around = None if experts is None else self._decoder.step
         shared = share is not None or stage is not None
-        self._graphs = DecodeGraphs(rows, self._run_decode, device, around, shared=shared) if graphs and pin else None
+        if graphs and pin and self.may_capture:
+            self._graphs = DecodeGraphs(rows, self._run_decode, device, around, shared=shared)
 
     @property
     def _samples(self) -> bool:
@@ -146,17 +146,6 @@ class GpuRunner(MovableWeights, PageTiers):
     @property
     def adapters_bytes(self) -> int:
         return 0 if self._adapters is None else self._adapters.nbytes
-
-    def change_experts(self, count: int) -> None:
-        """So many experts of all layers stay on the GPU from the next step on. Graphs have addresses of those that
-        stayed so far: they are captured anew when they are needed."""
-        assert self.movable_experts is not None
-        with self._here():
-            if self._graphs is not None:
-                torch.cuda.synchronize(self.device)
-                self._graphs.close()
-            self.movable_experts.change(count)
-            give_back_cached(self.device)
 
     @property
     def attention_backend(self) -> str:
@@ -306,12 +295,14 @@ class GpuRunner(MovableWeights, PageTiers):
     def _launch(self, rows: Sequence[Row], place: int, masks: TokenMasks | None = None) -> Launched:
         stream, embeds = None, any(row.samples and self._embeds[row.slot] for row in rows)
         late: list[int] = []
-        if self._graphs is not None and is_decode(rows) and len(rows) <= self._most_captured and not embeds:
-            size = self._graphs.padded(len(rows))
+        graphs = self.graphs_now
+        if graphs is not None and is_decode(rows) and len(rows) <= self._most_captured and not embeds:
+            size = graphs.padded(len(rows))
             slots = [row.slot for row in rows]
             step, work = self._forms.decode(rows, size), self._sampler.prepare(slots)
             adapters, places = self._adapters, self._books.adapter_places
-            self._graphs.replay(size, work, adapters is not None and adapters.send_decode(rows, places, size))
+            graphs.replay(size, work, adapters is not None and adapters.send_decode(rows, places, size))
+            self._close_too_large_graphs()
             if work is Work.FORWARD:
                 late = self._choose(self._forms.decode_places(size), size, slots, masks)
         else:
@@ -456,15 +447,16 @@ class GpuRunner(MovableWeights, PageTiers):
 
     def capture(self) -> None:
         """The graphs that are needed first: of one row, and of as many as there may be. Others when they are needed."""
-        if self._graphs is None:
+        graphs = self.graphs_now
+        if graphs is None:
             return
         for rows in (self._most_captured, 1) if self._most_captured else ():
-            size = self._graphs.padded(rows)
+            size = graphs.padded(rows)
             with self._here():
                 self._forms.decode([], size)
-                self._graphs.replay(size, Work.DRAW)
+                graphs.replay(size, Work.DRAW)
                 if self._share is not None:  # The first launch of a graph may need memory: as a step of all ranks.
-                    self._graphs.replay(size, Work.DRAW)
+                    graphs.replay(size, Work.DRAW)
 
     def close(self) -> None:
         """Gives everything back; the runner cannot be used afterwards."""

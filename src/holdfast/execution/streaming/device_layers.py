@@ -63,6 +63,10 @@ class DeviceLayers(LayerTurns):
         """As measured at the start; 0: it was not. For any thread, while another launches steps."""
         return self._possible
 
+    @property
+    def comes(self) -> bool:
+        return bool(self._unread) or super().comes
+
     def begin(self, layer: int, beat: Callable[[], None] | None = None) -> None:
         if not self._paused:
             self._do_without_unread()

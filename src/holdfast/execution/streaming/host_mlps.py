@@ -175,6 +175,11 @@ class HostMlps:
         return Decision("cpu_compute", "auto", reason, "planner")
 
     @property
+    def decided(self) -> bool:
+        """Nothing is copied, or measured, now."""
+        return not self._thread.is_alive()
+
+    @property
     def most_bytes(self) -> int:
         """Of RAM, for copies."""
         most = max(

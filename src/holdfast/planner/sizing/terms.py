@@ -154,9 +154,8 @@ def engine_gpu_terms(
     """Of a model that this engine runs on one GPU: what it allocates, by the declarations it allocates from. `slots`:
     that layers or experts take turns in which do not stay there. `adapted`: what adapters change on each rank, of which
     the one that holds most counts; empty: all of it."""
-    captures = GRAPHS_WITH_ADAPTERS if max_loras else 1
     kernels = gpu.graphs_bytes(
-        captures * len(spec.layers), limits.max_num_seqs, captured=graphs, experts_apart=experts_apart
+        _captured_layers(spec, max_loras), limits.max_num_seqs, captured=graphs, experts_apart=experts_apart
     )
     layout = cpu.kv_layout(spec, block_tokens=block_tokens, kv_dtype=dtype)
     terms = [
@@ -175,6 +174,15 @@ def engine_gpu_terms(
         )
         terms.append(Term("adapters", max(each)))
     return terms
+
+
+def later_graphs_bytes(spec: ModelSpec, limits: Limits, max_loras: int = 0) -> int:
+    """Room beyond the term `graphs` of a model that streams layers on one GPU, once all have come to stay there."""
+    return gpu.later_graphs_bytes(_captured_layers(spec, max_loras), limits.max_num_seqs)
+
+
+def _captured_layers(spec: ModelSpec, max_loras: int) -> int:
+    return (GRAPHS_WITH_ADAPTERS if max_loras else 1) * len(spec.layers)
 
 
 def engine_gpu_loading(weights_bytes: int, slots: Sequence[Term], largest_quantized_bytes: int) -> tuple[Term, ...]:

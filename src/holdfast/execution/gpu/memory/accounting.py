@@ -98,6 +98,10 @@ class GpuMemory:
         """Bytes of tensors that the engine had at once since `watch_tensors`, or since the load where that is over."""
         return int(torch.cuda.max_memory_allocated(self.device)) - self._tensors_before
 
+    def kept_by_torch(self) -> int:
+        """Of tensors, and of what torch has freed and keeps, with that of graphs."""
+        return int(torch.cuda.memory_reserved(self.device))
+
     def give_back_cached(self) -> None:
         """What torch has freed and keeps for itself."""
         torch.cuda.empty_cache()

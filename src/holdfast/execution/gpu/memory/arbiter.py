@@ -3,7 +3,7 @@
     budget ┬ context, weights, buffers, activations, logits, adapters, graphs     as measured, with what may still come
            ├ unaccounted      what the driver counts as ours and no share does
            ├ layers           those that stay, and slots of those that come for every step: as many stay as there is
-           │                  room for beside the KV that is wanted
+           │                  room for beside the KV that is wanted; while all of them stay, graphs of steps as well
            └ kv_pool          the rest: the share that gives way, and gets what others leave
 
 Shares are reserved, so what a step needs at its worst is there when it comes. Moves nothing itself: it is told how.
@@ -19,6 +19,8 @@ from typing import NamedTuple
 
 from holdfast.errors import DoesNotFitError, EngineError
 from holdfast.execution.gpu.memory.accounting import GpuMemory
+from holdfast.execution.gpu.memory.arbiter_lines import not_there, say_no_graphs, say_price
+from holdfast.execution.gpu.memory.graphs_room import GraphsRoom
 from holdfast.execution.gpu.memory.kv_range import KVRange
 from holdfast.execution.gpu.memory.movable import Movable, MovableExperts, MovableLayers
 from holdfast.execution.gpu.memory.virtual_memory import RangeError
@@ -26,7 +28,7 @@ from holdfast.execution.streaming.pinned_memory import NOT_PINNED
 from holdfast.footprint.streamed import page_tables_bytes
 from holdfast.held_interrupts import interrupts_put_off
 from holdfast.records import ExpertsGrant, LayersGrant, VramBudget, VramGrant
-from holdfast.units import counted, format_bytes
+from holdfast.units import format_bytes
 
 log = logging.getLogger("holdfast")
 
@@ -51,14 +53,18 @@ class _Target(NamedTuple):
     staying: int
     """Experts."""
     movable_bytes: int
-    """Of layers, or experts, then."""
+    """Of layers, or experts, then, and of graphs of them."""
+    graphs_bytes: int
+    """Room of these; 0: there is none."""
 
 
 class VramArbiter:
     """`shares`: what each but the KV pool holds or may still take. `planned_bytes`: of all of them as a start would
     plan them; no budget is granted that the next start would refuse. `layers`: which may come and go, and are in
     `shares` as weights and layer_slots; beside them the pool is what is wanted, and what no layer has room in.
-    `experts`: in their place, as weights and expert_slots, and `change_experts` lets so many stay."""
+    `experts`: in their place, as weights and expert_slots, and `change_experts` lets so many stay. `graphs`: room of
+    graphs of steps whose layers stay; None: there are none. `close_graphs`: gives their memory back, before a layer
+    leaves. `graphs_planned`: their room is in `shares` and in `planned_bytes` already."""
 
     def __init__(
         self,
@@ -70,14 +76,26 @@ class VramArbiter:
         layers: MovableLayers | None = None,
         experts: MovableExperts | None = None,
         change_experts: Callable[[int], None] | None = None,
+        graphs: GraphsRoom | None = None,
+        close_graphs: Callable[[], None] = lambda: None,
+        *,
+        graphs_planned: bool = False,
     ) -> None:
         self.memory, self._kv, self._layers = memory, kv, layers
         self._experts, self._change_experts = experts, change_experts
+        self._graphs, self._close_graphs, self._lack_said = graphs, close_graphs, False
+        self._graphs_kept_bytes = 0
+        """Of shares, what the driver kept of graphs that are gone."""
+        self._graphs_bytes = graphs.wanted_bytes if graphs is not None and graphs_planned else 0
+        """Of shares, what goes back when a layer leaves."""
+        if graphs is not None:
+            graphs.budget = lambda: self.budget_bytes
+            graphs.give(self._graphs_bytes)
         self.budget_bytes, self.shares = budget_bytes, dict(shares)
         self._base_kv = self._wanted_kv = self.base_blocks = 0
         """`base_blocks`: pages of the pool for which no layer has left."""
         self._planned_others = planned_bytes - self._layers_bytes()
-        self._resident = self._layers_bytes() - self._slots_bytes()
+        self._resident = self._layers_bytes() - self._slots_bytes() - self._graphs_bytes
         pinned = sum(page_tables_bytes(one.pinned_bytes) for one in (layers, experts) if one is not None)
         self._other_tables = max(0, self.shares.get("page_tables", 0) - pinned)
         """Of RAM that is pinned for KV pages."""
@@ -92,9 +110,9 @@ class VramArbiter:
         self._base_kv = self._wanted_kv = int(WANTED_SHARE * self._kv.nbytes)
 
     def _layers_bytes(self) -> int:
-        """Of layers, or experts, that may come and go."""
+        """Of layers, or experts, that may come and go, and of graphs that go before a layer does."""
         movable = self._layers or self._experts
-        return 0 if movable is None else movable.resident_bytes + movable.nbytes
+        return 0 if movable is None else movable.resident_bytes + movable.nbytes + self._graphs_bytes
 
     def _slots_bytes(self) -> int:
         movable = self._layers or self._experts
@@ -123,6 +141,7 @@ class VramArbiter:
         kept, then resizes the pool."""
         target = self._target(asked, least_blocks)
         unaccounted, placed, blocks = target.unaccounted, self._placed(), self._kv.blocks
+        graphs_bytes = self._graphs_bytes
 
         def blocks_beside(layers_bytes: int) -> int:
             return self._blocks_beside(asked, target.budget, unaccounted, least_blocks, layers_bytes)
@@ -131,19 +150,21 @@ class VramArbiter:
             more = self._kv.backed_bytes(pages) - self._kv.nbytes
             # A range takes piece by piece until the driver refuses: neighbours would find nothing meanwhile.
             if more > 0 and more > (free := self.memory.held().free_bytes):
-                raise _not_there(target.budget, target.own, free)
+                raise not_there(target.budget, target.own, free)
             try:
                 resize_kv(pages)
             except RangeError as error:
                 if not error.out_of_memory:
                     raise
-                raise _not_there(target.budget, target.own, self.memory.held().free_bytes) from error
+                raise not_there(target.budget, target.own, self.memory.held().free_bytes) from error
 
         budget = target.budget
         try:
             # A RangeError of layers is no refusal: nothing may be behind one of them then.
             if self._layers is not None:
-                self._move_layers(self._layers, target.streamed, blocks_beside, resize)
+                self._move_layers(self._layers, target, blocks_beside, resize)
+                if graphs_bytes and not self._graphs_bytes:  # What was reserved for them may have hidden some.
+                    unaccounted = max(unaccounted, (self.memory.told_bytes() or 0) - self._reserved())
             if self._experts is not None:
                 self._move_experts(self._experts, target.staying, blocks_beside, resize)
                 # Memory of tensors comes and goes in pieces that torch divides.
@@ -154,6 +175,7 @@ class VramArbiter:
                 with suppress(DoesNotFitError):  # It made room for what did not come.
                     resize(blocks)
             if self._placed() == placed and self._kv.blocks == blocks:
+                self._leave_room_for_graphs(graphs_bytes)
                 raise
             # What was in force stays so where it was not to become less: others may leave again.
             budget = max(self.kept_bytes, min(target.budget, self.budget_bytes))
@@ -163,6 +185,7 @@ class VramArbiter:
             )  # fmt: skip
         self.budget_bytes = budget
         self.memory.look_again()
+        self._say_graphs_lack()
         return self.granted()
 
     def _placed(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -193,10 +216,16 @@ class VramArbiter:
         movable_bytes = 0 if self._layers is None else self._layers.bytes_with(streamed)
         if self._experts is not None:
             movable_bytes = self._experts.bytes_with(staying)
+        # KV gives way to graphs, as at a start; no layer does, which is larger than all of them, and slower to lack.
+        graphs_bytes = 0
+        if self._layers is not None and not streamed and self._graphs is not None:
+            graphs_bytes = self._graphs.wanted_bytes
+            graphs_bytes *= least + movable_bytes + graphs_bytes <= wanted
+        movable_bytes += graphs_bytes
         budget = max(wanted, least + movable_bytes)
         if budget > max(own + free, self.budget_bytes):
-            raise _not_there(budget, own, free)
-        return _Target(budget, own, unaccounted, streamed, staying, movable_bytes)
+            raise not_there(budget, own, free)
+        return _Target(budget, own, unaccounted, streamed, staying, movable_bytes, graphs_bytes)
 
     def _blocks_beside(
         self, asked: VramBudget, budget: int, unaccounted: int, least_blocks: int, layers_bytes: int
@@ -248,21 +277,23 @@ class VramArbiter:
     def _move_layers(
         self,
         layers: MovableLayers,
-        streamed: tuple[int, ...],
+        target: _Target,
         blocks_beside: Callable[[int], int],
         resize_kv: Callable[[int], None],
     ) -> None:
-        if set(streamed) == set(layers.streamed):
+        if set(target.streamed) == set(layers.streamed):
+            self._leave_room_for_graphs(target.graphs_bytes)
             return
-        before = self._layers_bytes()
-        if layers.bytes_with(streamed) > before:  # The pool makes room first.
-            resize_kv(min(self._kv.blocks, blocks_beside(layers.bytes_with(streamed))))
+        if target.movable_bytes > self._layers_bytes():  # The pool makes room first.
+            resize_kv(min(self._kv.blocks, blocks_beside(target.movable_bytes)))
         try:
             with interrupts_put_off():
+                self._leave_room_for_graphs(0)
                 try:
-                    layers.change(streamed)
+                    layers.change(target.streamed)
                 finally:  # What some were pinned for stays where one could not be.
                     self._count(layers, "layer_slots")
+                self._leave_room_for_graphs(0 if layers.streamed else target.graphs_bytes)
         except EngineError as error:
             if error.code != NOT_PINNED:
                 raise
@@ -274,6 +305,28 @@ class VramArbiter:
                 field="vram",
             ) from error
 
+    @interrupts_put_off()
+    def _leave_room_for_graphs(self, nbytes: int) -> None:
+        """Or with 0 take it, with the memory of those that there are; of that, what the driver keeps stays counted."""
+        graphs = self._graphs
+        if graphs is None or nbytes == self._graphs_bytes:
+            return
+        if not nbytes:
+            self._close_graphs()
+        graphs.give(nbytes)
+        more = nbytes - self._graphs_bytes + graphs.kept_bytes - self._graphs_kept_bytes
+        self.shares["graphs"] = self.shares.get("graphs", 0) + more
+        self._graphs_bytes, self._graphs_kept_bytes = nbytes, graphs.kept_bytes
+
+    def _say_graphs_lack(self) -> None:
+        """Once, where all layers stay and graphs have no room beside them."""
+        layers, graphs = self._layers, self._graphs
+        if layers is None or layers.streamed or graphs is None or self._graphs_bytes or not graphs.wanted_bytes:
+            return
+        if not self._lack_said:
+            say_no_graphs(graphs.wanted_bytes, self.budget_bytes)
+        self._lack_said = True
+
     def _count(self, moved: Movable, slots: str) -> None:
         """Its shares, as they are now."""
         # Weights are not all of these.
@@ -284,11 +337,13 @@ class VramArbiter:
         self._resident = moved.resident_bytes
 
     def moves(self, asked: VramBudget, least_blocks: int) -> bool:
-        """Whether `change` would move anything: layers, experts, or pages. Raises DoesNotFitError as it does."""
+        """Whether `change` would move anything: layers, experts, graphs, pages. Raises DoesNotFitError as it does."""
         target = self._target(asked, least_blocks)
         blocks = self._blocks_beside(asked, target.budget, target.unaccounted, least_blocks, target.movable_bytes)
         experts = 0 if self._experts is None else sum(self._experts.resident_counts)
         streamed = () if self._layers is None else self._layers.streamed
+        if target.graphs_bytes != self._graphs_bytes:
+            return True
         return set(target.streamed) != set(streamed) or target.staying != experts or blocks != self._kv.blocks
 
     @property
@@ -309,8 +364,9 @@ class VramArbiter:
 
     @property
     def reserved_bytes(self) -> int:
-        """Of all shares and the pool."""
-        return self._reserved()
+        """Of all shares and the pool; of graphs, those that there are: what a capture takes then is no neighbour's."""
+        untaken = 0 if self._graphs is None else self._graphs_bytes - self._graphs.taken_bytes
+        return self._reserved() - untaken
 
     def blocks_of(self, pool_bytes: int) -> int:
         """Pages of a pool with no more memory than this."""
@@ -406,7 +462,7 @@ class VramArbiter:
         if len(self._layers.streamed) > len(expected):  # A neighbour took what was theirs: they come back later.
             self._wanted_kv = wanted
         granted = self.granted()
-        _say_price(before, granted, said, self._layers.use().possible_bytes_per_s)
+        say_price(before, granted, said, self._layers.use().possible_bytes_per_s)
         return granted
 
     def granted(self) -> VramGrant:
@@ -424,6 +480,7 @@ class VramArbiter:
                 weights_bytes=self.shares["weights"],
                 slots_bytes=layers.nbytes,
                 pinned_bytes=layers.pinned_bytes,
+                graphs_bytes=self._graphs_bytes,
             ),
             experts=None if self._experts is None else self._experts_granted(self._experts),
         )
@@ -435,33 +492,3 @@ class VramArbiter:
             slots_bytes=experts.nbytes,
             pinned_bytes=experts.pinned_bytes,
         )
-
-
-def _say_price(before: VramGrant, after: VramGrant, said: str, link_bytes_per_s: float) -> None:
-    if before.layers is None or after.layers is None:
-        return
-    layers = counted(abs(len(after.layers.streamed) - len(before.layers.streamed)), "layer")
-    moved = after.layers.moved_bytes - before.layers.moved_bytes
-    speed = ""
-    if link_bytes_per_s and before.layers.moved_bytes and after.layers.moved_bytes:
-        first, last = (link_bytes_per_s / one.layers.moved_bytes for one in (before, after) if one.layers is not None)
-        speed = f", at most {first:.2f} and now {last:.2f} steps/s"
-    log.info(
-        "%s %s a KV pool of %s (%s before): %+.2f GB a step%s",
-        layers,
-        said,
-        format_bytes(after.kv_bytes),
-        format_bytes(before.kv_bytes),
-        moved / 1e9,
-        speed,
-    )
-
-
-def _not_there(budget: int, own: int, free: int) -> DoesNotFitError:
-    return DoesNotFitError(
-        f"a budget of {format_bytes(budget)} was requested, but less is free on the GPU",
-        needed=format_bytes(budget),
-        found=f"{format_bytes(own)} that this engine holds, and {format_bytes(free)} free",
-        fix="POST /memory with less, or stop other processes that use this GPU (see nvidia-smi)",
-        field="vram",
-    )
