@@ -105,6 +105,8 @@ def test_layers_come_and_go_with_a_neighbour(shape: Callable[[str], str], neighb
     core = built(folder, gpu_memory_utilization=SHARE, ram=str(RAM), yield_to_neighbours=True)
     layers: Any = core.runner.movable_layers  # type: ignore[attr-defined]
     assert layers is not None
+    graphs: Any = core.runner._graphs  # type: ignore[attr-defined]
+    room: Any = core._vram._graphs  # type: ignore[union-attr]
     first = len(layers.streamed)
     assert 0 < first <= LAYERS
     beside = Beside(core, neighbour, RAM)
@@ -114,6 +116,8 @@ def test_layers_come_and_go_with_a_neighbour(shape: Callable[[str], str], neighb
         beside.give_back()
         came_s = beside.rounds_until(lambda: not layers.streamed, plain)
         print(f"{first} layers came to stay {came_s:.1f} s after the neighbour left")
+        beside.rounds_until(lambda: bool(graphs.captured), plain)
+        print(room.told())
         beside.take(FIRST)
         beside.rounds_until(lambda: True, plain)
         time.sleep(1.5)
@@ -121,6 +125,8 @@ def test_layers_come_and_go_with_a_neighbour(shape: Callable[[str], str], neighb
         assert not layers.streamed, "there is still a margin"
         beside.take(SECOND)
         left_s = beside.rounds_until(lambda: bool(layers.streamed), plain)
+        print(room.told())
+        assert graphs.captured == ()
         free = torch.cuda.mem_get_info()[0]
         print(f"{len(layers.streamed)} layers left within {left_s:.1f} s; {free / MIB:,.0f} MiB free")
         assert free > FIRST
@@ -132,7 +138,7 @@ def test_layers_come_and_go_with_a_neighbour(shape: Callable[[str], str], neighb
     finally:
         print(beside.sampled.end())
         core.close()
-    assert beside.sampled.most_over <= SLACK
+    assert beside.sampled.most_over <= SLACK, room.told()
     assert beside.sampled.most_ram_over <= 0
     gc.collect()
     assert torch.cuda.memory_allocated() < 64 * MIB

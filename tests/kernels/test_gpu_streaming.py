@@ -15,6 +15,7 @@ import transformers
 from lora_adapters import merge, write_adapter
 from quantized_files import Format, awq, gptq, write_quantized
 from safetensors.torch import load_file, save_file
+from simulated_graphs import SimulatedGraphs
 from streamed_tiny import Streamed
 from tiny_gpu import Tiny, prompt, run, tokens_of
 
@@ -25,6 +26,8 @@ from holdfast.engine.core.loop import EngineCore
 from holdfast.engine.core.structured_outputs import StructuredOutputManager
 from holdfast.engine.requests.adapters import Adapters
 from holdfast.execution.batch import RunnerLimits
+from holdfast.execution.gpu.memory.accounting import GpuHeld
+from holdfast.execution.gpu.memory.graphs_room import GraphsRoom
 from holdfast.execution.gpu.runner import GpuRunner
 from holdfast.execution.lora.slots import LoraLimits
 from holdfast.execution.streaming.layer_pieces import LayerPieces
@@ -219,3 +222,76 @@ def test_tokens_are_the_same_while_layers_come_to_stay_and_leave(tmp_path: Path,
     core.close()
     assert len(counts) > 2
     assert model.driver is None or (model.driver.handles, model.driver.mapped) == ({}, {})
+
+
+class _EnoughMemory:
+    def held(self) -> GpuHeld:
+        return GpuHeld(0, 1 << 50, 1 << 50)
+
+    def told_bytes(self) -> int | None:
+        return None
+
+    def kept_by_torch(self) -> int:
+        return 0
+
+
+@pytest.mark.usefixtures("few_programs")
+def test_steps_are_graphs_while_all_layers_stay_and_tokens_are_the_same(
+    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, meanwhile, and when layers have left again, whoever has counted graphs or not."""
+    shape = {"num_hidden_layers": 3, "hidden_size": 32, "num_attention_heads": 2, "tie_word_embeddings": False}
+    params = [SamplingParams(temperature=0.7, seed=one, top_k=5, max_tokens=12, ignore_eos=True) for one in range(2)]
+    prompts = [prompt(1, 7), prompt(2, 3)]
+    plain = Tiny(tmp_path, "Llama", **shape).core(device, gpu=True, slots=2)
+    expected = [tokens_of(outputs) for outputs in run(plain, prompts, params)]
+    plain.close()
+    model = Streamed(tmp_path, "Llama", **shape)
+    core = model.core(device, gpu=True, slots=2)
+    runner, layers, step, number, captured = core.runner, model.layers, core.step, 0, list[int]()
+    assert isinstance(runner, GpuRunner)
+    assert runner.may_capture
+    if device.type != "cuda":
+        runner._graphs = SimulatedGraphs(runner, layers, monkeypatch)
+    graphs = runner._graphs
+    assert graphs is not None
+    room = GraphsRoom(_EnoughMemory(), 1, 1 << 30, 1)
+    runner.limit_graphs(room)
+    wanted = {0: (1, 2), 2: (), 7: (0, 2), 9: (), 12: (1,), 13: ()}
+
+    def moved() -> list[EngineOutput]:
+        nonlocal number
+        if number in wanted:
+            if number != 12:  # There a layer leaves under graphs: they are not used then.
+                runner.close_graphs()
+                room.give(0 if wanted[number] or number == 13 else room.wanted_bytes)
+                assert graphs.captured == ()
+            layers.change(wanted[number])
+        number += 1
+        outputs = step()
+        captured.append(len(graphs.captured))
+        if layers.streamed or layers.comes:
+            assert runner.graphs_now is None
+        return outputs
+
+    core.step = moved  # type: ignore[method-assign]
+    assert [tokens_of(outputs) for outputs in run(core, prompts, params)] == expected
+    core.close()
+    assert captured[:3] == [0, 0, 0], "layers that come to stay are copied by a step that is launched"
+    assert max(captured[3:7]) > 0
+    assert captured[7:9] == [0, 0]
+    assert max(captured[9:12]) > 0
+    assert captured[13:] == [0] * len(captured[13:]), "nobody left room for any"
+    if isinstance(graphs, SimulatedGraphs):
+        assert graphs.replayed > 0
+
+
+@pytest.mark.usefixtures("few_programs")
+def test_an_embedding_on_a_disk_is_never_read_by_a_graph(tmp_path: Path, device: torch.device) -> None:
+    shape = {"num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 2, "tie_word_embeddings": False}
+    model = _OnDisk(tmp_path, "Llama", **shape)
+    core = model.core(device, gpu=True, slots=2)
+    assert isinstance(core.runner, GpuRunner)
+    assert not core.runner.may_capture
+    assert core.runner._graphs is None
+    core.close()

@@ -37,7 +37,7 @@ class SampledMemory:
         self.most_taken = 0
         """Of RAM that the system could give, since this began."""
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._sample)
+        self._thread = threading.Thread(target=self._sample, daemon=True)
         self._thread.start()
 
     def held(self) -> int:
