@@ -156,8 +156,10 @@ class GraphsRoom:
         self._closed, self.nbytes = True, 0
 
     def _held(self) -> tuple[int, int]:
-        """By the engine, and of that by torch."""
-        return self._memory.held().own_bytes, self._memory.kept_by_torch()
+        """By the engine, and of that by torch. Where processes are not told apart, of the GPU by all: what changes in a
+        moment is the engine's, whoever was there when it came."""
+        told, held = self._memory.told_bytes(), self._memory.held()
+        return held.total_bytes - held.free_bytes if told is None else told, self._memory.kept_by_torch()
 
     def told(self) -> str:
         """What was measured."""
