@@ -26,8 +26,8 @@ from holdfast.engine.core.kv_balance import KVBalance
 from holdfast.engine.core.loop import EngineCore
 from holdfast.engine.process.client import ProcessEngine
 from holdfast.engine.startup.build import build_core, find_model, plan_model
-from holdfast.execution.gpu.graphs import DecodeGraphs
-from holdfast.execution.gpu.memory.graphs_room import GraphsRoom
+from holdfast.execution.gpu.graphs.decode_graphs import DecodeGraphs
+from holdfast.execution.gpu.graphs.graphs_room import GraphsRoom
 from holdfast.planner.sizing.host_ram import HOST_ENGINE_BYTES
 from holdfast.records import VramBudget
 from holdfast.server.app import create_app

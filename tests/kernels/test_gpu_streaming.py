@@ -26,8 +26,8 @@ from holdfast.engine.core.loop import EngineCore
 from holdfast.engine.core.structured_outputs import StructuredOutputManager
 from holdfast.engine.requests.adapters import Adapters
 from holdfast.execution.batch import RunnerLimits
+from holdfast.execution.gpu.graphs.graphs_room import GraphsRoom
 from holdfast.execution.gpu.memory.accounting import GpuHeld
-from holdfast.execution.gpu.memory.graphs_room import GraphsRoom
 from holdfast.execution.gpu.runner import GpuRunner
 from holdfast.execution.lora.slots import LoraLimits
 from holdfast.execution.streaming.layer_pieces import LayerPieces

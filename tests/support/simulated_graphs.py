@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from holdfast.execution.gpu.graphs import DecodeGraphs
+from holdfast.execution.gpu.graphs.decode_graphs import DecodeGraphs
 from holdfast.execution.gpu.runner import GpuRunner
 from holdfast.execution.gpu.sampling import Work
 from holdfast.execution.streaming.device_layers import DeviceLayers

@@ -11,9 +11,9 @@ from aliased_memory import AliasedMemory
 from fake_cuda_driver import FakeDriver, fake_kv_range
 from simulated_copies import SimulatedCopies, unpinned_memory
 
+from holdfast.execution.gpu.graphs.graphs_room import GraphsRoom
 from holdfast.execution.gpu.memory.accounting import GpuHeld
 from holdfast.execution.gpu.memory.arbiter import VramArbiter
-from holdfast.execution.gpu.memory.graphs_room import GraphsRoom
 from holdfast.execution.gpu.memory.layer_ranges import LayerRanges
 from holdfast.execution.streaming.device_layers import DeviceLayers
 from holdfast.footprint.streamed import beside_gpu, streamed_layers

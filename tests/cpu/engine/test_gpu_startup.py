@@ -24,9 +24,9 @@ from holdfast.engine.startup import build, build_gpu
 from holdfast.engine.startup.build_gpu import BACK_TRIES, START_TRIES, _with_kv_tiers, build_gpu_runner
 from holdfast.engine.startup.engine_info import engine_info
 from holdfast.errors import DoesNotFitError
+from holdfast.execution.gpu.graphs.graphs_room import GraphsRoom
 from holdfast.execution.gpu.memory import accounting as gpu_memory
 from holdfast.execution.gpu.memory.arbiter import VramArbiter
-from holdfast.execution.gpu.memory.graphs_room import GraphsRoom
 from holdfast.execution.gpu.memory.virtual_memory import OUT_OF_MEMORY, RangeError
 from holdfast.execution.streaming import pinned_memory
 from holdfast.execution.streaming.pinned_memory import PinnedMemory

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.execution.gpu.graphs import DecodeGraphs
+from holdfast.execution.gpu.graphs.decode_graphs import DecodeGraphs
 from holdfast.execution.gpu.sampling import Work
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.execution.gpu.graphs import DecodeGraphs
+from holdfast.execution.gpu.graphs.decode_graphs import DecodeGraphs
+from holdfast.execution.gpu.graphs.graphs_room import STEPS_BETWEEN_LOOKS, GraphsRoom
+from holdfast.execution.gpu.graphs.kept_graphs import KeptGraphs
 from holdfast.execution.gpu.memory.accounting import GpuHeld
-from holdfast.execution.gpu.memory.graphs_room import STEPS_BETWEEN_LOOKS, GraphsRoom
-from holdfast.execution.gpu.memory.kept_graphs import KeptGraphs
 from holdfast.execution.gpu.sampling import Work
 from holdfast.units import MIB
 

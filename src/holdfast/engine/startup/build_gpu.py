@@ -26,9 +26,9 @@ from holdfast.execution import native
 from holdfast.execution.batch import RunnerLimits
 from holdfast.execution.device import DTYPES, KV_DTYPES, Device, has_gpu_context
 from holdfast.execution.gpu.decoder import arrange_layer
+from holdfast.execution.gpu.graphs.graphs_room import GraphsRoom
 from holdfast.execution.gpu.memory.accounting import GpuHeld, GpuMemory, held_before, open_device
 from holdfast.execution.gpu.memory.arbiter import VramArbiter
-from holdfast.execution.gpu.memory.graphs_room import GraphsRoom
 from holdfast.execution.gpu.memory.oom import is_shortage
 from holdfast.execution.gpu.memory.virtual_memory import RangeError
 from holdfast.execution.gpu.runner import GpuRunner

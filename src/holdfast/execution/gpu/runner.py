@@ -22,10 +22,10 @@ from holdfast.errors import EngineError
 from holdfast.execution.batch import RunnerLimits, SlotBuffers
 from holdfast.execution.gpu.batch_sizes import padded, padded_sizes
 from holdfast.execution.gpu.decoder import GpuDecoder
-from holdfast.execution.gpu.graphs import DecodeGraphs
+from holdfast.execution.gpu.graphs.decode_graphs import DecodeGraphs
+from holdfast.execution.gpu.graphs.kept_graphs import KeptGraphs
 from holdfast.execution.gpu.launched_step import GpuStep, Launched, Sampled, Told, in_order
 from holdfast.execution.gpu.layers.lora import GpuAdapters
-from holdfast.execution.gpu.memory.kept_graphs import KeptGraphs
 from holdfast.execution.gpu.memory.kv_range import KVRange
 from holdfast.execution.gpu.memory.oom import finish, give_back_cached, is_shortage
 from holdfast.execution.gpu.memory.page_tiers import PageTiers

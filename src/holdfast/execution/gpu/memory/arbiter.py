@@ -18,9 +18,9 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from holdfast.errors import DoesNotFitError, EngineError
+from holdfast.execution.gpu.graphs.graphs_room import GraphsRoom
 from holdfast.execution.gpu.memory.accounting import GpuMemory
 from holdfast.execution.gpu.memory.arbiter_lines import not_there, say_no_graphs, say_price
-from holdfast.execution.gpu.memory.graphs_room import GraphsRoom
 from holdfast.execution.gpu.memory.kv_range import KVRange
 from holdfast.execution.gpu.memory.movable import Movable, MovableExperts, MovableLayers
 from holdfast.execution.gpu.memory.virtual_memory import RangeError

@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from holdfast.execution.gpu.graphs import DecodeGraphs
-from holdfast.execution.gpu.memory.graphs_room import GraphsRoom
+from holdfast.execution.gpu.graphs.decode_graphs import DecodeGraphs
+from holdfast.execution.gpu.graphs.graphs_room import GraphsRoom
 from holdfast.execution.gpu.memory.movable_weights import MovableWeights
 from holdfast.execution.gpu.memory.oom import give_back_cached
 from holdfast.execution.weights.decoder_weights import Weights

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from holdfast.execution.gpu.batch_sizes import padded
-from holdfast.execution.gpu.memory.graphs_room import GraphsRoom
+from holdfast.execution.gpu.graphs.graphs_room import GraphsRoom
 from holdfast.execution.gpu.memory.oom import is_shortage
 from holdfast.execution.gpu.sampling import Work
 
