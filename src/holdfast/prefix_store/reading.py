@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from holdfast.prefix_store.files.index import BLOCK_BYTES
 from holdfast.prefix_store.files.memory import PIECES_AT_ONCE, AlignedMemory, address
 from holdfast.prefix_store.files.slab import Slab, padded
 from holdfast.prefix_store.stats import DAMAGED, Counts, MissReason, Rate
+from holdfast.prefix_store.turns import AtOnce, Turns
 
 log = logging.getLogger("holdfast")
 
@@ -50,7 +52,7 @@ class Ticket:
     """Of one `read`. The memory of its pages belongs to the store until `done` was called."""
 
     def __init__(self, pages: int, done: Callable[[ReadResult], None]) -> None:
-        self.cancelled = False
+        self.cancelled, self.since_s = False, time.monotonic()
         self._valid = [False] * pages
         self._missed: dict[MissReason, int] = {}
         self._done = done
@@ -100,7 +102,9 @@ class PageReader:
         rate: Rate,
         suspect: Callable[[bytes, int, int], None],
         damaged: Callable[[MissReason], None] = lambda _found: None,
+        turns: Turns | None = None,
     ) -> None:
+        self._turns = turns or AtOnce()
         self._slab, self._counts, self._rate, self._suspect, self._damaged = slab, counts, rate, suspect, damaged
         self._pieces: queue.SimpleQueue[tuple[Ticket, list[_Page]] | None] = queue.SimpleQueue()
         self._asking = threading.Lock()
@@ -151,15 +155,19 @@ class PageReader:
         while (piece := self._pieces.get()) is not None:
             ticket, pages = piece
             try:
-                if ticket.cancelled or self._closing:
-                    self._miss(ticket, "closing" if self._closing else "cancelled", len(pages))
-                elif pages:
+                if pages and not self._given_up(ticket, pages):
                     self._read(ticket, pages, bounce)
             except Exception:
                 log.exception("KV store: reading failed")
                 self._miss(ticket, "I/O error", len(pages))
             finally:
                 ticket.piece_done()
+
+    def _given_up(self, ticket: Ticket, pages: list[_Page]) -> bool:
+        if ticket.cancelled or self._closing:
+            self._miss(ticket, "closing" if self._closing else "cancelled", len(pages))
+            return True
+        return False
 
     def _read(self, ticket: Ticket, pages: list[_Page], bounce: AlignedMemory) -> None:
         slab, valid = self._slab, 0
@@ -173,7 +181,10 @@ class PageReader:
             else:
                 memory = bounce.pieces(len(pages), slab.slot_bytes)
             try:
-                found = slab.read_into(memory, pages[0].slot)
+                with self._turns.pages("read", len(pages) * slab.slot_bytes, ticket.since_s):
+                    if self._given_up(ticket, pages):  # While it waited.
+                        return
+                    found = slab.read_into(memory, pages[0].slot)
             except OSError:
                 for page in pages:
                     self._miss(ticket, "I/O error")

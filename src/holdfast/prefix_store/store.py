@@ -24,6 +24,7 @@ from holdfast.prefix_store.health import RETRY_S, DiskHealth
 from holdfast.prefix_store.reading import PageReader, ReadResult, Ticket
 from holdfast.prefix_store.room import Room
 from holdfast.prefix_store.stats import Counts, Rate, StoreStats
+from holdfast.prefix_store.turns import Turns
 from holdfast.prefix_store.writing import PageWriter, Source
 from holdfast.units import format_bytes
 
@@ -43,7 +44,7 @@ class PrefixStore:
 
     def __init__(
         self, folder: StoreFolder, slab: Slab | None, calls: Calls, health: DiskHealth,
-        *, size_bytes: int, daily_write_bytes: int | None, queue_bytes: int, beat_s: float
+        *, size_bytes: int, daily_write_bytes: int | None, queue_bytes: int, beat_s: float, turns: Turns | None = None
     ) -> None:  # fmt: skip
         self._folder, self._slab, self._calls, self._health = folder, slab, calls, health
         self._size_bytes, self._daily_write_bytes, self._beat_s = size_bytes, daily_write_bytes, beat_s
@@ -59,7 +60,7 @@ class PrefixStore:
         self._reader = (
             None
             if slab is None
-            else PageReader(slab, self._counts, self._read_rate, self._suspect, self._health.damaged)
+            else PageReader(slab, self._counts, self._read_rate, self._suspect, self._health.damaged, turns)
         )
         self._writer: PageWriter | None = None
         self._uses: FirstUses | None = None
@@ -70,7 +71,7 @@ class PrefixStore:
             self._writer = PageWriter(
                 folder, slab, Room(folder, slab, calls, self._stamp), calls, self._counts, self._write_rate, health,
                 size_bytes=size_bytes, daily_write_bytes=daily_write_bytes, queue_bytes=queue_bytes,
-                suspect=self._suspect,
+                suspect=self._suspect, turns=turns,
             )  # fmt: skip
         self._keeper = threading.Thread(target=self._keep_house, name="kv-store", daemon=True)
         self._keeper.start()
@@ -90,8 +91,10 @@ class PrefixStore:
         beat_s: float = BEAT_S,
         retry_s: float = RETRY_S,
         lock_s: float = LOCK_S,
+        turns: Turns | None = None,
     ) -> PrefixStore:
         """`model`: a digest of everything that the content of pages depends on besides their keys. `label`: for people.
+        `turns`: of its disk, where others read from it too.
         ConfigurationError where the folder cannot be used at all. One that can only be read is served from."""
         if page_bytes <= 0 or size_bytes < page_bytes:
             raise ConfigurationError(
@@ -115,6 +118,7 @@ class PrefixStore:
         return cls(
             opened, slab, calls, health,
             size_bytes=size_bytes, daily_write_bytes=daily_write_bytes, queue_bytes=queue_bytes, beat_s=beat_s,
+            turns=turns,
         )  # fmt: skip
 
     def has(self, keys: Sequence[bytes]) -> int:

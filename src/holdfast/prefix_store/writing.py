@@ -23,6 +23,7 @@ from holdfast.prefix_store.files.slab import Slab
 from holdfast.prefix_store.health import DiskHealth
 from holdfast.prefix_store.room import Room
 from holdfast.prefix_store.stats import Counts, DropReason, Rate
+from holdfast.prefix_store.turns import AtOnce, Turns
 from holdfast.units import format_bytes
 
 log = logging.getLogger("holdfast")
@@ -61,7 +62,9 @@ class PageWriter:
     def __init__(
         self, folder: StoreFolder, slab: Slab, room: Room, calls: Calls, counts: Counts, rate: Rate, health: DiskHealth,
         *, size_bytes: int, daily_write_bytes: int | None, queue_bytes: int, suspect: Callable[[bytes, int, int], None],
+        turns: Turns | None = None,
     ) -> None:  # fmt: skip
+        self._turns = turns or AtOnce()
         self._folder, self._slab, self._room, self._calls = folder, slab, room, calls
         self._counts, self._rate, self._health = counts, rate, health
         self._size_bytes, self._daily_write_bytes, self._queue_bytes = size_bytes, daily_write_bytes, queue_bytes
@@ -207,12 +210,14 @@ class PageWriter:
         if not reserved:
             return []
         self._rate.begin()
+        began_s = time.monotonic()
         filled: dict[int, memoryview] = {}
         try:
             filled = self._fill_all(reserved)
             stored = [write for write in reserved if write.slot in filled]
             for first, count in runs(sorted(filled)):
-                self._slab.write_from([filled[slot] for slot in range(first, first + count)], first)
+                with self._turns.pages("write", count * self._slab.slot_bytes, began_s):
+                    self._slab.write_from([filled[slot] for slot in range(first, first + count)], first)
             published = self._publish(stored)
         except OSError as error:
             self._health.failed("pages cannot be written", error)

@@ -73,6 +73,9 @@ class KVStoreUse(msgspec.Struct, frozen=True, kw_only=True):
     """Their sum is that number."""
     missed_by_reason: dict[str, int] = {}
     """Pages that were asked for and not read."""
+    waited_s_by_use: dict[str, float] = {}
+    """That pages which are read, or written, waited for their turn on a disk that layers come from too; of several at
+    once, all of it."""
     failing: bool = False
 
 

@@ -10,9 +10,11 @@ import random
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from deadlines import PATIENCE_S
 from holdfast.config import EngineConfig
 from holdfast.engine.startup.build import build_core, find_model, plan_model
 from holdfast.errors import ConfigurationError, EngineError
+from holdfast.execution.link.disk_turns import DiskTurns, turns_of
 from holdfast.execution.memory import Arena
 from holdfast.execution.streaming.disk import layer_file, layer_slots
 from holdfast.execution.streaming.disk.layer_file import LayerFile, ReadInto
@@ -77,6 +80,28 @@ def test_answers_are_those_of_a_model_in_memory(tiny_model, tmp_path, settings) 
         assert found == plain
         assert any(line.startswith("nvme_read = ") for line in decisions)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_answers_are_the_same_with_layers_and_kv_pages_on_one_disk(tiny_model, tmp_path, monkeypatch) -> None:
+    used, pages = Counter[str](), DiskTurns.pages
+
+    def counted(turns: DiskTurns, use: Any, nbytes: int, since_s: float) -> Any:
+        used[use] += turns is turns_of(tmp_path.stat().st_dev)
+        return pages(turns, use, nbytes, since_s)
+
+    monkeypatch.setattr(DiskTurns, "pages", counted)
+    layers = tmp_path / "layers"
+    layers.mkdir()
+    plain, _ = answers(tiny_model, 0, layers)
+    store = {"kv_store": str(tmp_path / "kv"), "kv_store_size": 32 << 20}
+    answers(tiny_model, 0, layers, **store)
+    assert not used, "pages of a disk without layers wait for nobody"
+    for _ in range(2):  # It is the second use that is written.
+        found, decisions = answers(tiny_model, 2, layers, **store)
+        assert found == plain
+        assert any(line.startswith("kv_store = ") and "behind the layers" in line for line in decisions)
+    assert used["read"] > 0
+    assert used["write"] > 0
 
 
 @pytest.mark.parametrize(("layers", "streamed"), [(1, 1), (7, 3), (24, 19), (80, 40), (5, 0)])

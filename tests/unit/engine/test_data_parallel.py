@@ -325,16 +325,18 @@ def test_figures_are_added_up() -> None:
     assert both.arriving_adapters == [3]
     assert both.kv_tiers == [KVTierUse(tier="ram", hit_tokens_total=6)]
     stores = [
-        KVStoreUse(held_bytes=9, dropped_writes_total=1, dropped_by_reason={"no room": 1}),
+        KVStoreUse(
+            held_bytes=9, dropped_writes_total=1, dropped_by_reason={"no room": 1}, waited_s_by_use={"read": 1.5}
+        ),
         KVStoreUse(
             held_bytes=9, dropped_writes_total=2, dropped_by_reason={"no room": 2}, missed_by_reason={"checksum": 1},
-            failing=True,
+            failing=True, waited_s_by_use={"read": 1.0},
         ),
     ]  # fmt: skip
     shared = sum_stats([EngineStats(kv_store=one) for one in stores]).kv_store
     assert shared == KVStoreUse(
         held_bytes=9, dropped_writes_total=3, dropped_by_reason={"no room": 3}, missed_by_reason={"checksum": 1},
-        failing=True,
+        failing=True, waited_s_by_use={"read": 2.5},
     ), "one folder for all"  # fmt: skip
     disk = KVTierUse(tier="disk", loaded_bytes_total=2, held_bytes=9, total_bytes=16)
     (disks,) = sum_stats([EngineStats(kv_tiers=[disk])] * 2).kv_tiers

@@ -17,7 +17,7 @@ SIZE = "blocks_total"
 def counters(of: msgspec.Struct, name: str = "") -> Iterator[tuple[str, Any]]:
     """By their names: `..._total`, and by reason."""
     for field, value in msgspec.structs.asdict(of).items():
-        if field.endswith(("_total", "_by_reason")) and field != SIZE:
+        if field.endswith(("_total", "_by_reason", "_by_use")) and field != SIZE:
             yield f"{name}{field}", value
         elif isinstance(value, msgspec.Struct):
             yield from counters(value, f"{name}{field}.")
@@ -34,13 +34,15 @@ def of_each(kind: type[msgspec.Struct], **others: Any) -> Any:
 
 
 def test_every_counter_goes_on() -> None:
-    store = of_each(KVStoreUse, dropped_by_reason={"full": 1}, missed_by_reason={"damaged": 1})
+    store = of_each(
+        KVStoreUse, dropped_by_reason={"full": 1}, missed_by_reason={"damaged": 1}, waited_s_by_use={"read": 1}
+    )
     stats = of_each(EngineStats, kv_tiers=[of_each(KVTierUse, tier="ram")], kv_store=store)
     found = dict(counters(continued(stats, stats)))
     assert set(found) == dict(counters(stats)).keys()
     assert len(found) > 12
     for name, value in found.items():
-        assert value in (2, {"full": 2}, {"damaged": 2}), name
+        assert value in (2, {"full": 2}, {"damaged": 2}, {"read": 2}), name
 
 
 def test_reasons_of_both_are_kept() -> None:

@@ -27,17 +27,22 @@ def test_ram_for_kv_blocks_in_use_has_the_name_that_older_boards_know() -> None:
 
 
 def test_pages_that_the_store_did_not_take_or_give_are_counted_by_reason() -> None:
-    use = KVStoreUse(dropped_by_reason={"no room": 2}, missed_by_reason={"checksum": 1, "evicted": 0})
+    waited_s = {"read": 1.5, "write": 0.0}
+    use = KVStoreUse(
+        dropped_by_reason={"no room": 2}, missed_by_reason={"checksum": 1, "evicted": 0}, waited_s_by_use=waited_s
+    )
     stats = EngineStats(kv_tiers=[KVTierUse(tier="disk")], kv_store=use)
     collector = EngineCollector("tiny", [EngineSource(lambda: stats, lambda: None)])
     found = {
-        (sample.name, sample.labels["reason"]): sample.value
+        (sample.name, sample.labels.get("reason") or sample.labels["use"]): sample.value
         for family in collector.collect()
         for sample in family.samples
-        if sample.name.startswith("holdfast:kv_store_") and "reason" in sample.labels
+        if sample.name.startswith("holdfast:kv_store_") and sample.labels.keys() & {"reason", "use"}
     }
     assert found == {
         ("holdfast:kv_store_dropped_writes_total", "no room"): 2,
         ("holdfast:kv_store_missed_pages_total", "checksum"): 1,
         ("holdfast:kv_store_missed_pages_total", "evicted"): 0,
+        ("holdfast:kv_store_waited_seconds_total", "read"): 1.5,
+        ("holdfast:kv_store_waited_seconds_total", "write"): 0.0,
     }

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, get_args
 from holdfast.checkpoints import ModelFiles
 from holdfast.config import EngineConfig
 from holdfast.errors import EngineError
+from holdfast.execution.link.disk_turns import SHARE, DiskTurns, turns_of
 from holdfast.footprint.cpu import KV_QUEUE_BYTES, KV_STORE_USUAL_BYTES
 from holdfast.kvcache import KVLayout
 from holdfast.models import ModelSpec
@@ -41,6 +42,8 @@ class OpenedStore:
     store: PrefixStore
     decision: Decision
     use: Callable[[], KVStoreUse]
+    disk_share: float
+    """That its pages have of their disk beside steps; 1: these read no layers from it."""
 
 
 def open_kv_store(
@@ -62,6 +65,7 @@ def open_kv_store(
 
     folder = Path(config.kv_store).expanduser()
     size, why = settled_size(config.kv_store_size, folder)
+    turns = turns_beside_layers(config, plan, folder)
     daily, layout = config.kv_store_daily_writes or DAILY * size, plan.engine.layout
     store = PrefixStore.open(
         folder,
@@ -71,10 +75,12 @@ def open_kv_store(
         daily_write_bytes=daily,
         label=f"{files.name} {plan.kv_dtype}",
         queue_bytes=KV_QUEUE_BYTES,
+        turns=turns,
     )
     budget = f"{DAILY} times its size" if config.kv_store_daily_writes is None else "set with kv_store_daily_writes"
     value = f"{format_bytes(size)} in {folder}, {format_bytes(daily)} written a day at most"
-    decision = Decision("kv_store", value, f"size: {why}; a day's writes: {budget}; {store.how}", "set")
+    behind = "" if turns is None else "; behind the layers that steps read from the same disk"
+    decision = Decision("kv_store", value, f"size: {why}; a day's writes: {budget}; {store.how}{behind}", "set")
 
     def use() -> KVStoreUse:
         stats = store.stats()
@@ -86,10 +92,20 @@ def open_kv_store(
             # With those of which there is none yet: a counter that begins at 1 has no increase.
             dropped_by_reason={reason: stats.dropped.get(reason, 0) for reason in get_args(DropReason)},
             missed_by_reason={reason: stats.missed.get(reason, 0) for reason in get_args(MissReason)},
+            waited_s_by_use={} if turns is None else turns.waits(),
             failing=stats.failing is not None,
         )
 
-    return OpenedStore(store, decision, use)
+    return OpenedStore(store, decision, use, 1.0 if turns is None else SHARE)
+
+
+def turns_beside_layers(config: EngineConfig, plan: Plan, folder: Path) -> DiskTurns | None:
+    """None: no layers are read from the disk that the folder is on."""
+    streamed = plan.engine.streamed
+    if streamed is None or not streamed.file_bytes or config.nvme_path is None:
+        return None
+    turns = turns_of(_existing(folder).stat().st_dev)
+    return turns if turns is turns_of(Path(config.nvme_path).stat().st_dev) else None
 
 
 def settled_size(asked: int | None, folder: Path) -> tuple[int, str]:

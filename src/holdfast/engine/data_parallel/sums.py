@@ -23,6 +23,7 @@ from holdfast.records import (
 )
 
 Item = TypeVar("Item")
+Number = TypeVar("Number", int, float)
 
 
 def sum_info(infos: Sequence[EngineInfo]) -> EngineInfo:
@@ -169,11 +170,12 @@ def _sum_stores(stores: Sequence[KVStoreUse]) -> KVStoreUse | None:
         dropped_writes_total=sum(one.dropped_writes_total for one in stores),
         dropped_by_reason=_add_reasons([one.dropped_by_reason for one in stores]),
         missed_by_reason=_add_reasons([one.missed_by_reason for one in stores]),
+        waited_s_by_use=_add_reasons([one.waited_s_by_use for one in stores]),
         failing=any(one.failing for one in stores),
     )
 
 
-def _add_reasons(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+def _add_reasons(counts: Sequence[Mapping[str, Number]]) -> dict[str, Number]:
     return {reason: sum(one.get(reason, 0) for one in counts) for reason in dict.fromkeys(chain(*counts))}
 
 

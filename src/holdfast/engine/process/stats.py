@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import msgspec
 
 from holdfast.hardware import resident
 from holdfast.observability.ledger import Ledger, ProcessMemory, asleep_ledger, make_ledger
 from holdfast.records import EngineInfo, EngineStats, KVStoreUse, KVTierUse
+
+Number = TypeVar("Number", int, float)
 
 
 def process_memory(name: str, pid: int) -> ProcessMemory | None:
@@ -100,10 +103,11 @@ def _continued_store(before: KVStoreUse | None, now: KVStoreUse | None) -> KVSto
         dropped_writes_total=before.dropped_writes_total + now.dropped_writes_total,
         dropped_by_reason=_added(before.dropped_by_reason, now.dropped_by_reason),
         missed_by_reason=_added(before.missed_by_reason, now.missed_by_reason),
+        waited_s_by_use=_added(before.waited_s_by_use, now.waited_s_by_use),
     )
 
 
-def _added(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
+def _added(before: Mapping[str, Number], now: Mapping[str, Number]) -> dict[str, Number]:
     return {reason: before.get(reason, 0) + now.get(reason, 0) for reason in {**before, **now}}
 
 

@@ -29,7 +29,7 @@ from holdfast.checkpoints import (
 from holdfast.checkpoints.sources.builtin import refuse_revision
 from holdfast.checkpoints.sources.resolve import overridden, refuse_known, say_short_name
 from holdfast.config import EngineConfig
-from holdfast.engine.core.kv_store import files_stamp, open_kv_store
+from holdfast.engine.core.kv_store import OpenedStore, files_stamp, open_kv_store
 from holdfast.engine.requests.adapters import check_lora_dtype
 from holdfast.engine.startup.engine_info import engine_info
 from holdfast.engine.startup.plan_lines import memory_report
@@ -44,7 +44,7 @@ from holdfast.errors import (
 from holdfast.footprint.cpu import staging_places
 from holdfast.hardware import Memory, Resident, compiled_kernels, memory, memory_holders, processor, resident
 from holdfast.hardware.nvidia import NvidiaGpu, probe
-from holdfast.kvcache import KVCache, StoredPages, TierLimits
+from holdfast.kvcache import KVCache, TierLimits
 from holdfast.models import ModelSpec
 from holdfast.models.families.classifier import FROM_TOKENS, TOKEN_IDS
 from holdfast.planner import Plan, coming_bytes, largest_pool, make_cpu_plan, settle_pool
@@ -352,14 +352,7 @@ def build_core(
         runner.use_tiers(CpuPageCopies(opened.store, plan.engine.layout.page_bytes))
         limits_below = TierLimits(most_loading_disk=staging_places(plan.engine.layout.page_bytes), storing_share=1 / 8)
     ahead = ranks.steps_ahead
-    scheduler = _scheduler(
-        config,
-        plan,
-        steps_ahead=ahead,
-        apart=ahead > 0,
-        tiers=limits_below,
-        stored=None if opened is None else opened.store,
-    )
+    scheduler = _scheduler(config, plan, steps_ahead=ahead, apart=ahead > 0, tiers=limits_below, opened=opened)
     store_use = None if opened is None else opened.use
     core = EngineCore(
         scheduler,
@@ -403,7 +396,7 @@ def _build_on_gpu(
         plan = replace(plan, decisions=(*plan.decisions, opened.decision))
     tiers = use_kv_tiers(plan, runner, None if opened is None else opened.store, tier_file, config.data_parallel_size)
     core = EngineCore(
-        _scheduler(config, plan, steps_ahead=1, tiers=tiers, stored=None if opened is None else opened.store),
+        _scheduler(config, plan, steps_ahead=1, tiers=tiers, opened=opened),
         runner,
         steps_ahead=1,
         store_use=None if opened is None else opened.use,
@@ -479,7 +472,7 @@ def _scheduler(
     steps_ahead: int = 0,
     apart: bool = False,
     tiers: TierLimits | None = None,
-    stored: StoredPages | None = None,
+    opened: OpenedStore | None = None,
 ) -> Scheduler:
     limits = SchedulerLimits(
         max_num_seqs=plan.limits.max_num_seqs,
@@ -491,8 +484,10 @@ def _scheduler(
         apart=apart,
         max_loras=config.lora_places,
     )
-    engine, caching = plan.engine, config.enable_prefix_caching
-    return Scheduler(limits, KVCache(engine.layout, engine.blocks, caching, tiers, stored))
+    if tiers is not None and opened is not None:
+        tiers = replace(tiers, disk_share=opened.disk_share)
+    engine, stored = plan.engine, None if opened is None else opened.store
+    return Scheduler(limits, KVCache(engine.layout, engine.blocks, config.enable_prefix_caching, tiers, stored))
 
 
 def with_located_model(config: EngineConfig, model: FoundModel) -> EngineConfig:

@@ -79,3 +79,9 @@ def kv_tier_metrics(stats: EngineStats, labels: Sequence[str], values: Sequence[
             for reason, pages in reasons.items():
                 family.add_metric([*values, reason], pages)
             yield family
+        if stats.kv_store.waited_s_by_use:
+            name, help_text = "holdfast:kv_store_waited_seconds", "Seconds that KV pages waited for layers to be read."
+            family = CounterMetricFamily(name, help_text, labels=[*labels, "use"])
+            for use, seconds in stats.kv_store.waited_s_by_use.items():
+                family.add_metric([*values, use], seconds)
+            yield family

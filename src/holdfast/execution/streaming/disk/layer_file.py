@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from holdfast.errors import DISK_FAILED, EngineError
+from holdfast.execution.link.disk_turns import turns_of
 from holdfast.records import LinkUse
 from holdfast.units import format_bytes
 
@@ -47,6 +48,7 @@ class LayerFile:
         self._file = self._open(folder)
         self._end = weakref.finalize(self, os.close, self._file)  # Loading may fail in the middle.
         self._threads, self._clock = _readers(), _ReadClock()
+        self._turns = turns_of(folder.stat().st_dev)
         self._stopped: list[ThreadPoolExecutor] = []
         """That may still be reading."""
 
@@ -102,7 +104,7 @@ class LayerFile:
         """Whole pages, in the calling thread."""
         for attempt in range(READ_TRIES):
             try:
-                with self._clock.reading():
+                with self._clock.reading(), self._turns.layer():
                     found = self._read(self._file, piece, offset)
             except OSError as error:
                 if attempt == READ_TRIES - 1:

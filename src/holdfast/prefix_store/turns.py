@@ -1,0 +1,19 @@
+"""When a disk is asked for pages, where it is asked for other things too: somebody else decides that."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal, Protocol
+
+
+class Turns(Protocol):
+    def pages(self, use: Literal["read", "write"], nbytes: int, since_s: float) -> AbstractContextManager[None]:
+        """Entered when it is the turn of so many bytes, which somebody has waited for since then, by the clock of
+        `time.monotonic`; they are read or written within."""
+
+
+class AtOnce:
+    """Of a disk that is asked for nothing else."""
+
+    def pages(self, use: Literal["read", "write"], nbytes: int, since_s: float) -> AbstractContextManager[None]:
+        return nullcontext()
