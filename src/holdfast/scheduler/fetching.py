@@ -103,6 +103,8 @@ class Fetching:
         self.prefill = PrefillCost(limits.max_num_batched_tokens)
         self.loads = {Tier.HOST: SeenRate(), Tier.DISK: SeenRate()}
         """Bytes a second."""
+        self.disk_beside_steps = SeenRate()
+        """Where steps read layers from the disk of pages: bytes a second meanwhile."""
         self._since_s: dict[Tier, float] = {}
         """Since when something has been on its way that was not counted yet."""
         self._looked_s: dict[Tier, float] = {}
@@ -180,7 +182,7 @@ class Fetching:
             elif saves_s > most_s:
                 best, most_s = found, saves_s
             elif tier in found.missing:
-                probe = self._probe(sequence, tier, found, before, most_s, saved_s, behind_slower=slower)
+                probe = self._probe(sequence, tier, found, before, others, most_s, saved_s, behind_slower=slower)
                 if probe is not None:
                     return probe
                 self._compute_instead(sequence, tier, found, before, others)
@@ -194,6 +196,7 @@ class Fetching:
         tier: Tier,
         found: FoundBelow,
         before: int,
+        others: list[Sequence],
         most_s: float,
         saved_s: Callable[[FoundBelow], float | None],
         *,
@@ -203,7 +206,7 @@ class Fetching:
         first blocks behind `before` as may be lost by it; once that is MOST_LOST_S for one of them, however slow it is.
         `most_s`: what is saved by what is done else. `behind_slower`: it would wait for another tier, too."""
         assert self._kv.tiers is not None
-        rate, lost_s, blocks = self.loads[tier], most_s - (saved_s(found) or 0.0), found.blocks - before
+        rate, lost_s, blocks = self._rate_of(tier, others), most_s - (saved_s(found) or 0.0), found.blocks - before
         # What is on its way already will tell.
         if self._kv.tiers.loading(tier) or rate.credit_s <= 0 or rate.credit_s < min(lost_s, PROBED_S):
             return None
@@ -230,7 +233,7 @@ class Fetching:
         self.computed_instead_total += not sequence.computes
         sequence.computes.add(tier)
         gained = (found.blocks - before) * self._kv.layout.block_tokens
-        self.loads[tier].earn(TRIED * (self._computed_s(sequence, found, gained, others) or 0.0))
+        self._rate_of(tier, others).earn(TRIED * (self._computed_s(sequence, found, gained, others) or 0.0))
 
     def _fetched_s(self, sequence: Sequence, found: FoundBelow, running: list[Sequence]) -> float | None:
         """Until it may start, as far as rates are known; None: none is. Of one that was sent back to make room it does
@@ -239,7 +242,7 @@ class Fetching:
         assert self._kv.tiers is not None
         seconds, known = 0.0, not found.missing
         for tier, pages in found.missing.items():
-            rate = self.loads[tier].per_s
+            rate = self._per_s(tier, running)
             if rate is None:
                 continue
             known = True
@@ -251,6 +254,18 @@ class Fetching:
         # those are who would stand still while it is computed.
         seen_late = bool(running) and sequence.status is not Status.PREEMPTED
         return seconds + (self._step_s * self._limits.max_steps_in_flight if seen_late else 0.0)
+
+    def _rate_of(self, tier: Tier, rows: object) -> SeenRate:
+        """With or without anybody who runs, or rows of a step."""
+        assert self._kv.tiers is not None
+        beside = bool(rows) and tier is Tier.DISK and self._kv.tiers.limits.disk_share < 1
+        return self.disk_beside_steps if beside else self.loads[tier]
+
+    def _per_s(self, tier: Tier, running: list[Sequence]) -> float | None:
+        """As it was seen; of the disk beside steps, until then, the share that pages have of what it does alone."""
+        assert self._kv.tiers is not None
+        seen, alone = self._rate_of(tier, running).per_s, self.loads[tier].per_s
+        return seen if seen is not None or alone is None else alone * self._kv.tiers.limits.disk_share
 
     def _computed_s(self, sequence: Sequence, found: FoundBelow, gained: int, running: list[Sequence]) -> float | None:
         """What it takes to compute it, behind prompts that are; None: nothing was seen yet."""
@@ -333,12 +348,13 @@ class Fetching:
         tiers = self._kv.tiers
         if tiers is None:
             return
+        rows = list(rows)
         if pinning:
             self._untold, self._applied_s = PromptWork(), now_s
         else:
-            self._note_work(list(rows), max(planned_s, self._applied_s), now_s, tells)
+            self._note_work(rows, max(planned_s, self._applied_s), now_s, tells)
         self._loading_s += loading_s
-        self._note_loads(tiers, now_s)
+        self._note_loads(tiers, now_s, rows)
 
     def _note_work(self, rows: list[tuple[int, int]], began_s: float, now_s: float, tells: bool) -> None:
         """A GPU's step of which nothing is sampled is applied as soon as it is launched: that was over in no time says
@@ -367,8 +383,9 @@ class Fetching:
         seen = sum(pairs(self._kv.layout, start, start + count) for start, count in rows)
         return PromptWork(1, tokens, seen)
 
-    def _note_loads(self, tiers: LowerTiers, now_s: float) -> None:
-        for tier, rate in self.loads.items():
+    def _note_loads(self, tiers: LowerTiers, now_s: float, rows: list[tuple[int, int]]) -> None:
+        for tier in self.loads:
+            rate = self._rate_of(tier, rows)
             come, lost = tiers.loaded_pages[tier] - self._counted[tier], tiers.lost_pages[tier] - self._lost[tier]
             self._lost[tier] += lost
             if tier not in self._since_s:
@@ -381,7 +398,7 @@ class Fetching:
                 if lost and now_s - since_s >= LOST_S:
                     rate.note(self._kv.layout.page_bytes, LOST_S)
                     rate.charge(max(0.0, now_s - since_s - rate.charged_s))
-                rate.charged_s = 0.0
+                self._forget_charged(tier)
                 continue
             if not come:
                 self._looked_s[tier] = now_s
@@ -400,4 +417,10 @@ class Fetching:
             if tiers.in_flight(tier):
                 self._since_s[tier] = now_s
             else:
-                rate.charged_s = 0.0
+                self._forget_charged(tier)
+
+    def _forget_charged(self, tier: Tier) -> None:
+        """Nothing is on its way from there."""
+        self.loads[tier].charged_s = 0.0
+        if tier is Tier.DISK:
+            self.disk_beside_steps.charged_s = 0.0

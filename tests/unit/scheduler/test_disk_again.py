@@ -4,6 +4,7 @@ has not."""
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from simulated_engine import FakeStore, SimulatedEngine, SimulatedRunner, SimulatedTiers
@@ -26,9 +27,10 @@ def rates_are_known_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TimedTiers(SimulatedTiers):
-    """Pages of a tier come one after the other; of a disk that hangs none does."""
+    """Pages of a tier come one after the other; of a disk that hangs none does. `beside_s`: that a page from disk takes
+    longer while a step is computed."""
 
-    now_s, page_s, hangs = 0.0, FAST_S, False
+    now_s, page_s, beside_s, hangs = 0.0, FAST_S, 0.0, False
 
     def __init__(self, store: FakeStore) -> None:
         super().__init__(random.Random(0), store, 0.0)
@@ -47,7 +49,7 @@ class TimedTiers(SimulatedTiers):
             if copy.target_tier == Tier.DEVICE:
                 runner.poison([copy.target])
                 from_disk = copy.source_tier == Tier.DISK
-                free_s[copy.source_tier] += self.page_s if from_disk else FAST_S
+                free_s[copy.source_tier] += self.page_s + self.beside_s * bool(plan.rows) if from_disk else FAST_S
                 late = self.hangs and from_disk
                 self._due_s[copy.copy_id] = self.now_s + GIVEN_UP_S if late else free_s[copy.source_tier]
             self._under_way.append(copy)
@@ -61,9 +63,12 @@ class TimedTiers(SimulatedTiers):
 
 
 class World:
-    """`head_in_ram`: the first blocks of the prompt always are; all of it is on the disk."""
+    """`head_in_ram`: the first blocks of the prompt always are; all of it is on the disk. `disk_share`: that pages have
+    of it while steps read layers from there too. `step_s`: of a step, besides its tokens."""
 
-    def __init__(self, *, head_in_ram: bool) -> None:
+    def __init__(self, *, head_in_ram: bool, disk_share: float = 1.0, step_s: float = 0.0) -> None:
+        self.step_s = step_s
+        self.below = TierLimits(spare_pages=0, disk_share=disk_share)
         groups, places = form_groups([None])
         self.layout = KVLayout(
             groups=groups, block_tokens=BLOCK, layers_per_page=places, kv_heads=1, head_dim=4, element_bytes=4
@@ -80,7 +85,7 @@ class World:
 
     def _restart(self, head: int) -> None:
         limits = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=256, max_model_len=2000)
-        kv = KVCache(self.layout, 200, True, TierLimits(host_pages=head, spare_pages=0), self.store)
+        kv = KVCache(self.layout, 200, True, replace(self.below, host_pages=head), self.store)
         self.engine = SimulatedEngine(Scheduler(limits, kv), vocabulary=50, tiers=self.tiers)
         self.rate = self.engine.scheduler._fetching.loads[Tier.DISK]
         if head:
@@ -106,7 +111,7 @@ class World:
         while name in self.engine.unfinished:
             plan = self.engine.plan(tiers.now_s)
             assert plan is not None
-            tiers.now_s += plan.token_count * TOKEN_S if plan.rows else tiers.pause_s
+            tiers.now_s += self.step_s + plan.token_count * TOKEN_S if plan.rows else tiers.pause_s
             self.engine.execute(tiers.now_s)
         took_s = tiers.now_s - began_s
         while self.engine.scheduler.has_copies:
@@ -154,3 +159,18 @@ def test_a_disk_that_stays_slow_costs_little(page_s: float | None, head_in_ram: 
     assert max(took_s) < computed_s + (GIVEN_UP_S if page_s is None else max(1.0, page_s)) + 0.2
     if page_s is not None:
         assert world.tiers.copied[Tier.DISK] > copied, "it is never tried"
+
+
+def test_beside_steps_that_read_layers_from_it_a_disk_has_a_rate_of_its_own() -> None:
+    """Slower than computing there, faster alone: neither decides what is done in the other."""
+    world = World(head_in_ram=False, disk_share=1 / 9, step_s=0.01)
+    world.tiers.beside_s = 0.05
+    alone_s, beside_s = list[float](), list[float]()
+    for _ in range(8):
+        alone_s.append(world.ask())
+        params = SamplingParams(max_tokens=1000, ignore_eos=True)
+        world.engine.add(Request(request_id=f"beside {len(beside_s)}", prompt_token_ids=[1], params=params))
+        beside_s.append(world.ask())
+        world.engine.abort(f"beside {len(beside_s) - 1}")
+    assert max(alone_s[1:]) < COMPUTED_S / 3
+    assert max(beside_s[1:]) < 1.2 * COMPUTED_S
