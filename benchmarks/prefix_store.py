@@ -1,7 +1,9 @@
 """Rates of the store of KV pages against raw reads of the same disk, and how long it takes to open.
 
-    python benchmarks/prefix_store.py FOLDER [--gib 4] [--page 2MiB] [--json FILE]
+    python benchmarks/prefix_store.py FOLDER [--gib 4] [--page 2MiB] [--json FILE] [--beside-layers]
 
+--beside-layers: instead, layers of a step that come from the same disk: alone, and while pages are read without an end,
+in turns and as if neither knew of the other; the rate of both, and the longest wait for a layer.
 FOLDER is on the disk to be measured; what is written there is removed. Raw reads are O_DIRECT, pages of the same size,
 as many at once as the store has threads. Page caches are not involved, so nothing needs to be dropped between runs.
 """
@@ -17,6 +19,7 @@ import random
 import resource
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +29,8 @@ from typing import Any
 
 import numpy as np
 
+from holdfast.execution.link.disk_turns import turns_of
+from holdfast.execution.streaming.disk.layer_file import LayerFile
 from holdfast.prefix_store import PrefixStore, Ticket
 from holdfast.prefix_store.files.checksum import page_check
 from holdfast.prefix_store.files.index import RECORD
@@ -37,6 +42,10 @@ AT_ONCE_BYTES = 256 << 20
 """Asked for in one read of the store: a prefix of that size."""
 OPENED = (1_000, 51_200, 400_000, 1_600_000)
 """Numbers of pages that a store is opened with: 51,200 of 2 MiB are 100 GiB."""
+LAYERS, LAYER_BYTES, LAYERS_S, PAIRS = 16, 64 << 20, 4.0, 3
+"""Read from the disk in turn for so long, with pages in each way so many times."""
+BESIDE_BYTES = 64 << 20
+"""Of pages, asked for in one read meanwhile: a server has places for no more."""
 
 
 def key_of(number: int) -> bytes:
@@ -135,6 +144,61 @@ def measure_rates(folder: Path, nbytes: int, page_bytes: int) -> dict[str, dict[
     return found
 
 
+def read_layers(file: LayerFile, memory: Sequence[mmap.mmap]) -> tuple[float, float]:
+    """Bytes a second, and the longest wait for one; the next is on its way meanwhile, as in a step."""
+    coming, number, longest_s = [list(file.read(layer, memory[layer])) for layer in range(2)], 0, 0.0
+    began_s = last_s = time.perf_counter()
+    while last_s - began_s < LAYERS_S:
+        for piece in coming[number % 2]:
+            piece.result()
+        now_s = time.perf_counter()
+        longest_s, last_s = max(longest_s, now_s - last_s), now_s
+        coming[number % 2] = list(file.read((number + 2) % LAYERS, memory[number % 2]))
+        number += 1
+    for piece in (*coming[0], *coming[1]):
+        piece.result()
+    return number * LAYER_BYTES / (last_s - began_s), longest_s
+
+
+def _read_until(
+    over: threading.Event, store: PrefixStore, keys: Sequence[bytes], page_bytes: int, memory: Sequence[memoryview]
+) -> None:
+    while not over.is_set():
+        read_all(store, keys, page_bytes, memory)
+
+
+def measure_beside_layers(folder: Path, nbytes: int, page_bytes: int) -> dict[str, float]:
+    keys = [key_of(number) for number in range(nbytes // page_bytes)]
+    part = max(1, BESIDE_BYTES // page_bytes)
+    pages = [memoryview(mmap.mmap(-1, part * page_bytes)) for _ in range(2)]
+    settings: dict[str, Any] = {"size_bytes": 2 * nbytes, "page_bytes": page_bytes, "model": MODEL}
+    with contextlib.closing(LayerFile(folder, LAYERS, LAYER_BYTES)) as file:
+        memory = [mmap.mmap(-1, LAYER_BYTES) for _ in range(2)]
+        memory[0][:] = random.Random(4).randbytes(LAYER_BYTES)
+        for layer in range(LAYERS):
+            file.write(layer, memory[0])
+        store = PrefixStore.open(folder / "store", **settings)
+        pages[0][:page_bytes] = random.Random(1).randbytes(page_bytes)
+        write_all(store, keys, pages[0][:page_bytes])
+        store.close(60)
+        rate_alone, longest_s = read_layers(file, memory)
+        found = {"layers alone: GB/s": rate_alone / 1e9, "layers alone: longest wait, s": longest_s}
+        for turn in range(1, PAIRS + 1):
+            for how, turns in (("unordered", None), ("in turns", turns_of(folder.stat().st_dev))):
+                store, over = PrefixStore.open(folder / "store", **settings, turns=turns), threading.Event()
+                beside = threading.Thread(target=_read_until, args=(over, store, keys, page_bytes, pages))
+                beside.start()
+                rate_beside, longest_s = read_layers(file, memory)
+                pages_rate = store.stats().bytes_read / LAYERS_S
+                over.set()
+                beside.join()
+                store.close(60)
+                found[f"{how}, {turn}: layers, GB/s"] = rate_beside / 1e9
+                found[f"{how}, {turn}: longest wait, s"] = longest_s
+                found[f"{how}, {turn}: pages, GB/s"] = pages_rate / 1e9
+    return found
+
+
 def measure_opening(folder: Path) -> dict[str, float]:
     """Seconds, by number of pages. The pages themselves are holes: an index is what is read."""
     found = {}
@@ -167,20 +231,24 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=4.0)
     parser.add_argument("--page", type=parse_bytes, default="2MiB")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--beside-layers", action="store_true")
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(dir=arguments.folder))
+    rates, nbytes = dict[str, dict[str, float]](), int(arguments.gib * GIB)
     try:
-        rates = measure_rates(folder, int(arguments.gib * GIB), arguments.page)
-        opening = measure_opening(folder)
+        if arguments.beside_layers:
+            others = measure_beside_layers(folder, nbytes, arguments.page)
+        else:
+            rates, others = measure_rates(folder, nbytes, arguments.page), measure_opening(folder)
     finally:
         shutil.rmtree(folder)
     print(f"{arguments.gib} GiB in pages of {format_bytes(arguments.page)}, {os.cpu_count()} cores")
     for name, values in rates.items():
         print(f"{name:<26} {values['gb_s']:6.2f} GB/s  {values['cpu_s_per_gb']:6.3f} s of CPU for a GB")
-    for name, value in opening.items():
+    for name, value in others.items():
         print(f"{name:<38} {value:8.3f}")
     if arguments.json:
-        arguments.json.write_text(json.dumps({"rates": rates, "opening": opening}, indent=2) + "\n")
+        arguments.json.write_text(json.dumps({"rates": rates, "others": others}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ log = logging.getLogger("holdfast")
 
 DEPTH = 12
 """Pieces on their way at once: eight keep a disk busy, while others are being checked."""
-PIECE_BYTES, LEAST_PIECE_BYTES = 4 << 20, 512 << 10
-"""Pages that lie beside each other are read at once, up to this."""
+LEAST_PIECE_BYTES = 512 << 10
+"""Pages that lie beside each other are read at once, so many bytes at least, and no more than the disk's turns say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class PageReader:
     def _cut(self, pages: list[_Page]) -> list[list[_Page]]:
         pages.sort(key=lambda page: page.slot)
         slot_bytes = self._slab.slot_bytes
-        most = min(PIECE_BYTES, max(LEAST_PIECE_BYTES, len(pages) * slot_bytes // DEPTH))
+        most = min(self._turns.piece_bytes, max(LEAST_PIECE_BYTES, len(pages) * slot_bytes // DEPTH))
         pieces: list[list[_Page]] = []
         for page in pages:
             last = pieces[-1] if pieces else None

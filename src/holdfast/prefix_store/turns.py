@@ -7,6 +7,10 @@ from typing import Literal, Protocol
 
 
 class Turns(Protocol):
+    @property
+    def piece_bytes(self) -> int:
+        """The most that is to be read in one piece, but for a page that is larger."""
+
     def pages(self, use: Literal["read", "write"], nbytes: int, since_s: float) -> AbstractContextManager[None]:
         """Entered when it is the turn of so many bytes, which somebody has waited for since then, by the clock of
         `time.monotonic`; they are read or written within."""
@@ -14,6 +18,8 @@ class Turns(Protocol):
 
 class AtOnce:
     """Of a disk that is asked for nothing else."""
+
+    piece_bytes = 4 << 20
 
     def pages(self, use: Literal["read", "write"], nbytes: int, since_s: float) -> AbstractContextManager[None]:
         return nullcontext()
