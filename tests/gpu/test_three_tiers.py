@@ -59,6 +59,39 @@ def test_a_real_model_in_three_tiers_says_the_same(name: str, tmp_path: Path, mo
     assert found == plain
 
 
+@pytest.mark.parametrize("name", named_models())
+def test_layers_and_kv_pages_on_one_disk_change_no_token(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if (problem := why_not(name)) is not None:
+        pytest.skip(problem)
+    monkeypatch.setattr(streamed, "IN_MEMORY", ())
+    store: dict[str, Any] = {"kv_store": str(tmp_path / "kv"), "kv_store_size": GIB, "kv_ram": 0}
+    settings: dict[str, Any] = {
+        "model": name, "device": "cuda", "dtype": "float32", "max_model_len": 1024, "max_num_seqs": 4,
+        "max_num_batched_tokens": 256, "cpu_compute": "off",
+    }  # fmt: skip
+    greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    prompts = [f"{one} {', '.join(map(str, range(150 + 20 * at)))}" for at, one in enumerate(PROMPTS)]
+
+    def answers(llm: LLM) -> list[list[int]]:
+        return [list(one.outputs[0].token_ids) for one in llm.generate(prompts, greedy, use_tqdm=False)]
+
+    with LLM(**settings, vram=8 * GIB) as llm:
+        plain = answers(llm)
+    tiers = three_tiers(settings | store, str(tmp_path))
+    for life in range(2):
+        with LLM(**tiers) as llm:
+            assert any(one.startswith("kv_store") and "behind the layers" in one for one in llm.info.decisions)
+            for _ in range(2):  # What is asked twice is written.
+                assert answers(llm) == plain
+            stats = llm.get_stats()
+            (disk,) = [one for one in stats.kv_tiers if one.tier == "disk"]
+            assert stats.kv_store is not None
+            print(f"life {life}: {disk.hit_tokens_total} tokens from the disk, waited {stats.kv_store.waited_s_by_use}")
+            assert (disk.hit_tokens_total > 0) == (life > 0)
+
+
 class Server:
     """`holdfast serve` as people start it."""
 
