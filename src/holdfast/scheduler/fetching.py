@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from itertools import islice
 from statistics import median_low
 
@@ -75,9 +76,9 @@ class SeenRate:
         self.credit_s -= seconds
         self.charged_s += seconds
 
-    def settle(self, amount: float, seconds: float) -> None:
+    def settle(self, amount: float, seconds: float, believed_per_s: float | None) -> None:
         """This has come: of what was taken for it at the rate that was believed, what it did not need is given back."""
-        spared_s = 0.0 if self.per_s is None else min(self.charged_s, amount / self.per_s - seconds)
+        spared_s = 0.0 if believed_per_s is None else min(self.charged_s, amount / believed_per_s - seconds)
         if spared_s > 0:
             self.charged_s -= spared_s
             self.earn(spared_s)
@@ -95,6 +96,19 @@ class SeenRate:
             self.note(amount, seconds)
 
 
+@dataclass(slots=True)
+class _Coming:
+    """Something that is on its way, and was not counted yet."""
+
+    since_s: float
+    looked_s: float | None = None
+    """When somebody looked last, and nothing had come since then."""
+    rate: SeenRate | None = None
+    """That it shows: as steps were that were over since. None: none was."""
+    mixed: bool = False
+    """It shows none: some of these steps read layers beside it, and some did not."""
+
+
 class Fetching:
     def __init__(self, kv: KVCache, limits: SchedulerLimits) -> None:
         self._kv, self._limits = kv, limits
@@ -105,10 +119,7 @@ class Fetching:
         """Bytes a second."""
         self.disk_beside_steps = SeenRate()
         """Where steps read layers from the disk of pages: bytes a second meanwhile."""
-        self._since_s: dict[Tier, float] = {}
-        """Since when something has been on its way that was not counted yet."""
-        self._looked_s: dict[Tier, float] = {}
-        """When somebody looked last, and nothing had come since then."""
+        self._coming: dict[Tier, _Coming] = {}
         self._counted = {Tier.HOST: 0, Tier.DISK: 0} if kv.tiers is None else dict(kv.tiers.loaded_pages)
         self._lost = {Tier.HOST: 0, Tier.DISK: 0} if kv.tiers is None else dict(kv.tiers.lost_pages)
         self._small_s = deque[float](maxlen=SMALL_STEPS)
@@ -118,8 +129,12 @@ class Fetching:
         self._untold, self._untold_since_s, self._untold_applied_s = PromptWork(), 0.0, 0.0
         """Of steps that were applied while they may still have been computed, when the first of them began, and when
         the last was applied."""
-        self._probing: tuple[FoundBelow, SeenRate, float] | None = None
-        """What was chosen last although it is slower, to see how fast its tier is, and what may be lost by it."""
+        self._probing: tuple[FoundBelow, Tier, bool, float] | None = None
+        """What was chosen last although it is slower, to see how fast its tier is, whether that is beside others, and
+        what may be lost by it."""
+        self._probes: dict[Tier, bool] = {}
+        """Those that are on their way, with the same: the rate that was charged pays or is paid back, whatever runs
+        when they come."""
         self.computed_instead_total = 0
         """How often a prefix was computed that could have been fetched, because that was sooner."""
 
@@ -206,7 +221,8 @@ class Fetching:
         first blocks behind `before` as may be lost by it; once that is MOST_LOST_S for one of them, however slow it is.
         `most_s`: what is saved by what is done else. `behind_slower`: it would wait for another tier, too."""
         assert self._kv.tiers is not None
-        rate, lost_s, blocks = self._rate_of(tier, others), most_s - (saved_s(found) or 0.0), found.blocks - before
+        rate = self._rate_of(tier, beside=bool(others))
+        lost_s, blocks = most_s - (saved_s(found) or 0.0), found.blocks - before
         # What is on its way already will tell.
         if self._kv.tiers.loading(tier) or rate.credit_s <= 0 or rate.credit_s < min(lost_s, PROBED_S):
             return None
@@ -221,7 +237,7 @@ class Fetching:
             found, lost_s = shorter, most_s - (saved_s(shorter) or 0.0)
             if rate.credit_s < (lost_s if behind_slower else min(lost_s, MOST_LOST_S)):
                 return None
-        self._probing = found, rate, max(0.0, lost_s)
+        self._probing = found, tier, bool(others), max(0.0, lost_s)
         return found
 
     def _compute_instead(
@@ -233,7 +249,8 @@ class Fetching:
         self.computed_instead_total += not sequence.computes
         sequence.computes.add(tier)
         gained = (found.blocks - before) * self._kv.layout.block_tokens
-        self._rate_of(tier, others).earn(TRIED * (self._computed_s(sequence, found, gained, others) or 0.0))
+        computed_s = self._computed_s(sequence, found, gained, others) or 0.0
+        self._rate_of(tier, beside=bool(others)).earn(TRIED * computed_s)
 
     def _fetched_s(self, sequence: Sequence, found: FoundBelow, running: list[Sequence]) -> float | None:
         """Until it may start, as far as rates are known; None: none is. Of one that was sent back to make room it does
@@ -242,7 +259,7 @@ class Fetching:
         assert self._kv.tiers is not None
         seconds, known = 0.0, not found.missing
         for tier, pages in found.missing.items():
-            rate = self._per_s(tier, running)
+            rate = self._per_s(tier, beside=bool(running))
             if rate is None:
                 continue
             known = True
@@ -255,16 +272,16 @@ class Fetching:
         seen_late = bool(running) and sequence.status is not Status.PREEMPTED
         return seconds + (self._step_s * self._limits.max_steps_in_flight if seen_late else 0.0)
 
-    def _rate_of(self, tier: Tier, rows: object) -> SeenRate:
-        """With or without anybody who runs, or rows of a step."""
+    def _rate_of(self, tier: Tier, *, beside: bool) -> SeenRate:
+        """`beside`: steps, which may read layers from the same disk."""
         assert self._kv.tiers is not None
-        beside = bool(rows) and tier is Tier.DISK and self._kv.tiers.limits.disk_share < 1
-        return self.disk_beside_steps if beside else self.loads[tier]
+        shared = beside and tier is Tier.DISK and self._kv.tiers.limits.disk_share < 1
+        return self.disk_beside_steps if shared else self.loads[tier]
 
-    def _per_s(self, tier: Tier, running: list[Sequence]) -> float | None:
+    def _per_s(self, tier: Tier, *, beside: bool) -> float | None:
         """As it was seen; of the disk beside steps, until then, the share that pages have of what it does alone."""
         assert self._kv.tiers is not None
-        seen, alone = self._rate_of(tier, running).per_s, self.loads[tier].per_s
+        seen, alone = self._rate_of(tier, beside=beside).per_s, self.loads[tier].per_s
         return seen if seen is not None or alone is None else alone * self._kv.tiers.limits.disk_share
 
     def _computed_s(self, sequence: Sequence, found: FoundBelow, gained: int, running: list[Sequence]) -> float | None:
@@ -295,7 +312,10 @@ class Fetching:
     def begin(self, sequence: Sequence, found: FoundBelow, prefix: Prefix) -> None:
         self._kv.begin_fetch(sequence.book, found, prefix)
         if self._probing is not None and self._probing[0] is found:
-            self._probing[1].charge(self._probing[2])
+            _, tier, beside, lost_s = self._probing
+            self._forget_charged(tier)  # Of one that was given up before anything of it was asked for.
+            self._rate_of(tier, beside=beside).charge(lost_s)
+            self._probes[tier] = beside
         sequence.fetches += 1
         self.sequences.append(sequence)
 
@@ -329,7 +349,7 @@ class Fetching:
         if self._kv.tiers is not None:
             for tier in self.loads:
                 if self._kv.tiers.in_flight(tier):
-                    self._since_s.setdefault(tier, now_s)
+                    self._coming.setdefault(tier, _Coming(now_s))
 
     def note_applied(
         self,
@@ -354,7 +374,7 @@ class Fetching:
         else:
             self._note_work(rows, max(planned_s, self._applied_s), now_s, tells)
         self._loading_s += loading_s
-        self._note_loads(tiers, now_s, rows)
+        self._note_loads(tiers, now_s, beside=bool(rows))
 
     def _note_work(self, rows: list[tuple[int, int]], began_s: float, now_s: float, tells: bool) -> None:
         """A GPU's step of which nothing is sampled is applied as soon as it is launched: that was over in no time says
@@ -383,44 +403,58 @@ class Fetching:
         seen = sum(pairs(self._kv.layout, start, start + count) for start, count in rows)
         return PromptWork(1, tokens, seen)
 
-    def _note_loads(self, tiers: LowerTiers, now_s: float, rows: list[tuple[int, int]]) -> None:
+    def _note_loads(self, tiers: LowerTiers, now_s: float, *, beside: bool) -> None:
+        """`beside`: a step that computed something is over."""
         for tier in self.loads:
-            rate = self._rate_of(tier, rows)
             come, lost = tiers.loaded_pages[tier] - self._counted[tier], tiers.lost_pages[tier] - self._lost[tier]
             self._lost[tier] += lost
-            if tier not in self._since_s:
+            if (coming := self._coming.get(tier)) is None:
                 if tier is Tier.HOST:
                     self._loading_s = 0.0  # Of nothing that is counted here.
                 continue
-            if not come and not tiers.in_flight(tier):
-                since_s = self._since_s.pop(tier)
-                self._looked_s.pop(tier, None)
-                if lost and now_s - since_s >= LOST_S:
-                    rate.note(self._kv.layout.page_bytes, LOST_S)
-                    rate.charge(max(0.0, now_s - since_s - rate.charged_s))
-                self._forget_charged(tier)
-                continue
-            if not come:
-                self._looked_s[tier] = now_s
-                continue
-            amount, since_s = come * self._kv.layout.page_bytes, self._since_s.pop(tier)
-            seconds, waited_s = now_s - since_s, self._looked_s.pop(tier, since_s) - since_s
-            self._counted[tier] += come
-            rate.settle(amount, seconds)
-            if tier is Tier.HOST and self._loading_s:  # Without what it waited for steps to begin, and to be seen.
-                rate.note(amount, self._loading_s)
-                self._loading_s = 0.0
-            elif tiers.in_flight(tier) or waited_s >= SEEN * seconds:  # It was busy all the time.
-                rate.note(amount, seconds)
+            rate = self._rate_of(tier, beside=beside)
+            coming.rate, coming.mixed = coming.rate or rate, coming.mixed or coming.rate not in (None, rate)
+            if come:
+                self._counted[tier] += come
+                self._note_come(tier, coming, come * self._kv.layout.page_bytes, now_s)
+                del self._coming[tier]
+            elif tiers.in_flight(tier):
+                coming.looked_s = now_s
             else:
-                rate.note_at_least(amount, seconds)
-            if tiers.in_flight(tier):
-                self._since_s[tier] = now_s
-            else:
+                if lost and now_s - coming.since_s >= LOST_S:
+                    self._note_lost(tier, coming.rate, now_s - coming.since_s)
+                del self._coming[tier]
+            if not tiers.in_flight(tier):
                 self._forget_charged(tier)
+            elif come:
+                self._coming[tier] = _Coming(now_s)
+
+    def _note_come(self, tier: Tier, coming: _Coming, amount: float, now_s: float) -> None:
+        assert self._kv.tiers is not None
+        assert coming.rate is not None
+        seconds, in_flight = now_s - coming.since_s, self._kv.tiers.in_flight(tier)
+        waited_s = 0.0 if coming.looked_s is None else coming.looked_s - coming.since_s
+        if (charged := self._probes.get(tier)) is not None:
+            believed = self._per_s(tier, beside=charged)
+            self._rate_of(tier, beside=charged).settle(amount, seconds, believed)
+        if tier is Tier.HOST and self._loading_s:  # Without what it waited for steps to begin, and to be seen.
+            coming.rate.note(amount, self._loading_s)
+            self._loading_s = 0.0
+        elif coming.mixed:
+            return
+        elif in_flight or waited_s >= SEEN * seconds:  # It was busy all the time.
+            coming.rate.note(amount, seconds)
+        else:
+            coming.rate.note_at_least(amount, seconds)
+
+    def _note_lost(self, tier: Tier, seen: SeenRate, seconds: float) -> None:
+        """Nothing came, which is slow whatever ran meanwhile."""
+        seen.note(self._kv.layout.page_bytes, LOST_S)
+        charged = self._probes.get(tier)
+        payer = seen if charged is None else self._rate_of(tier, beside=charged)
+        payer.credit_s -= max(0.0, seconds - payer.charged_s)
 
     def _forget_charged(self, tier: Tier) -> None:
         """Nothing is on its way from there."""
-        self.loads[tier].charged_s = 0.0
-        if tier is Tier.DISK:
-            self.disk_beside_steps.charged_s = 0.0
+        if (charged := self._probes.pop(tier, None)) is not None:
+            self._rate_of(tier, beside=charged).charged_s = 0.0

@@ -109,20 +109,21 @@ class World:
         params = SamplingParams(max_tokens=1, ignore_eos=True)
         self.engine.add(Request(request_id=name, prompt_token_ids=prompt, params=params), began_s)
         while name in self.engine.unfinished:
-            plan = self.engine.plan(tiers.now_s)
-            assert plan is not None
-            tiers.now_s += self.step_s + plan.token_count * TOKEN_S if plan.rows else tiers.pause_s
-            self.engine.execute(tiers.now_s)
+            self.step()
         took_s = tiers.now_s - began_s
         while self.engine.scheduler.has_copies:
-            assert self.engine.plan(tiers.now_s) is not None
-            tiers.now_s += tiers.pause_s
-            self.engine.execute(tiers.now_s)
+            self.step()
         book = kv.open()
         kv.find_prefix(book, prompt)
         kv.forget(book, 0)
         kv.close(book)
         return took_s
+
+    def step(self) -> None:
+        plan = self.engine.plan(self.tiers.now_s)
+        assert plan is not None
+        self.tiers.now_s += self.step_s + plan.token_count * TOKEN_S if plan.rows else self.tiers.pause_s
+        self.engine.execute(self.tiers.now_s)
 
 
 @pytest.mark.parametrize("head_in_ram", [False, True], ids=["all of it on disk", "the head in RAM"])
@@ -174,3 +175,28 @@ def test_beside_steps_that_read_layers_from_it_a_disk_has_a_rate_of_its_own() ->
         world.engine.abort(f"beside {len(beside_s) - 1}")
     assert max(alone_s[1:]) < COMPUTED_S / 3
     assert max(beside_s[1:]) < 1.2 * COMPUTED_S
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_try_beside_a_step_that_ends_first_is_settled_where_it_was_charged(hangs: bool) -> None:
+    world = World(head_in_ram=False, disk_share=1 / 9, step_s=0.01)
+    tiers, engine, fetching = world.tiers, world.engine, world.engine.scheduler._fetching
+    alone, beside = world.rate, fetching.disk_beside_steps
+    beside.note(10 * world.layout.page_bytes, 1.0)
+    beside.earn(1.0)
+    tiers.beside_s, tiers.hangs = 0.012, hangs
+    for name, prompt, tokens in (("last", [1], 2), ("again", world.prompt, 1)):
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+        engine.add(Request(request_id=name, prompt_token_ids=prompt, params=params), tiers.now_s)
+        began_s = tiers.now_s
+        world.step()
+    assert set(engine.unfinished) == {"again"}
+    assert beside.charged_s > 0.1
+    assert engine.scheduler.kv.tiers is not None
+    while engine.scheduler.kv.tiers.in_flight(Tier.DISK):
+        world.step()
+    took_s = tiers.now_s - began_s
+    assert (took_s > GIVEN_UP_S) == hangs
+    assert 1 - took_s <= beside.credit_s + 1e-9 <= (1 - GIVEN_UP_S if hangs else 1.0)
+    assert not beside.charged_s
+    assert not alone.credit_s

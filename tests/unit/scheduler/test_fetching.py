@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from simulated_engine import FakeStore, SimulatedEngine, SimulatedTiers
 from holdfast.kvcache import KVCache, KVLayout, Tier, TierLimits, form_groups
 from holdfast.records import Request, SamplingParams
 from holdfast.scheduler import Scheduler, SchedulerLimits
-from holdfast.scheduler.fetching import SeenRate
+from holdfast.scheduler.fetching import SeenRate, _Coming
 from holdfast.scheduler.prefill_cost import PromptWork, pairs
 
 BLOCKS = 40
@@ -382,11 +383,11 @@ def test_what_came_between_two_looks_is_not_taken_for_slow() -> None:
     assert tiers is not None
     fetching.loads[Tier.HOST].note(1_000_000, 1.0)
     known = fetching.loads[Tier.HOST].per_s
-    fetching._since_s[Tier.HOST] = 1.0
+    fetching._coming[Tier.HOST] = _Coming(1.0)
     tiers.loaded_pages[Tier.HOST] += 1
     fetching.note_applied([(0, 1)], 1.0, 2.0)
     assert fetching.loads[Tier.HOST].per_s == known
-    fetching._since_s[Tier.HOST] = 2.0
+    fetching._coming[Tier.HOST] = _Coming(2.0)
     tiers._loads.in_flight[Tier.HOST] = 1
     fetching.note_applied([(0, 1)], 2.0, 2.9)  # Still on its way.
     tiers.loaded_pages[Tier.HOST] += 1
@@ -397,6 +398,22 @@ def test_what_came_between_two_looks_is_not_taken_for_slow() -> None:
     assert slower < known
 
 
+def test_what_came_in_part_beside_a_step_shows_no_rate_of_a_disk_that_layers_come_from() -> None:
+    fetching = world().scheduler._fetching
+    tiers = fetching._kv.tiers
+    assert tiers is not None
+    tiers.limits = replace(tiers.limits, disk_share=1 / 9)
+    tiers._loads.in_flight[Tier.DISK] = 3
+    fetching.note_planned(0.0)
+    fetching.note_applied([(0, 1)], 0.0, 1.0)
+    tiers.loaded_pages[Tier.DISK] += 1
+    fetching.note_applied([], 1.0, 2.0)
+    assert fetching.disk_beside_steps.per_s is fetching.loads[Tier.DISK].per_s is None
+    tiers.loaded_pages[Tier.DISK] += 1
+    fetching.note_applied([], 2.0, 3.0)
+    assert fetching.loads[Tier.DISK].per_s is not None
+
+
 def test_pages_of_an_engine_that_started_over_do_not_count_twice() -> None:
     engine = world()
     ask(engine, "first", PROMPT)
@@ -404,7 +421,7 @@ def test_pages_of_an_engine_that_started_over_do_not_count_twice() -> None:
     assert ask(engine, "again", PROMPT) == 76
     fresh = engine.scheduler.emptied()
     fresh._fetching.loads[Tier.HOST].note(1.0, 1.0)
-    fresh._fetching._since_s[Tier.HOST] = 1.0
+    fresh._fetching._coming[Tier.HOST] = _Coming(1.0)
     fresh._fetching.note_applied([(0, 1)], 1.0, 2.0)
     assert fresh._fetching.loads[Tier.HOST].per_s == 1.0
 
