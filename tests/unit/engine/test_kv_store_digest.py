@@ -19,10 +19,12 @@ from holdfast.engine.core.kv_store import (
     model_digest,
     open_kv_store,
     settled_size,
+    turns_beside_layers,
     usual_size,
 )
 from holdfast.errors import ConfigurationError, EngineError
 from holdfast.footprint.cpu import kv_store_bytes
+from holdfast.footprint.streamed import streamed_layers
 from holdfast.kvcache import KVLayout, form_groups
 from holdfast.models import RopeSpec
 from holdfast.prefix_store.files.index import RECORD
@@ -174,3 +176,11 @@ def test_the_plan_has_room_for_the_index_of_a_full_store() -> None:
     tracemalloc.stop()
     planned = kv_store_bytes(pages * 4096, 4096) - kv_store_bytes(0, 4096)
     assert held <= planned
+
+
+@pytest.mark.parametrize("on_disk", [0, 2])
+def test_pages_wait_for_layers_and_not_for_rows_of_an_embedding(on_disk: int, tmp_path: Path) -> None:
+    placed = replace(streamed_layers([1 << 20] * 4, 2, on_disk), embedding_bytes=1 << 20, embedding_on_disk=True)
+    plan: Any = SimpleNamespace(engine=SimpleNamespace(streamed=placed))
+    config = EngineConfig(model="tiny", nvme_path=str(tmp_path))
+    assert (turns_beside_layers(config, plan, tmp_path / "kv") is not None) == (on_disk > 0)

@@ -100,9 +100,10 @@ def open_kv_store(
 
 
 def turns_beside_layers(config: EngineConfig, plan: Plan, folder: Path) -> DiskTurns | None:
-    """None: no layers are read from the disk that the folder is on."""
+    """None: no layers are read from the disk that the folder is on. Rows of an embedding may be: a step reads so little
+    of it that pages beside it need no turns."""
     streamed = plan.engine.streamed
-    if streamed is None or not streamed.file_bytes or config.nvme_path is None:
+    if streamed is None or not streamed.read_bytes or config.nvme_path is None:
         return None
     turns = turns_of(_existing(folder).stat().st_dev)
     return turns if turns is turns_of(Path(config.nvme_path).stat().st_dev) else None
