@@ -9,6 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from holdfast.prefix_store.files.index import BLOCK_BYTES
@@ -21,8 +22,8 @@ log = logging.getLogger("holdfast")
 
 DEPTH = 12
 """Pieces on their way at once: eight keep a disk busy, while others are being checked."""
-LEAST_PIECE_BYTES = 512 << 10
-"""Pages that lie beside each other are read at once, so many bytes at least, and no more than the disk's turns say."""
+PIECE_BYTES, LEAST_PIECE_BYTES = 4 << 20, 512 << 10
+"""Pages that lie beside each other are read at once, so many bytes at most and at least, or less where turns say so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +140,8 @@ class PageReader:
     def _cut(self, pages: list[_Page]) -> list[list[_Page]]:
         pages.sort(key=lambda page: page.slot)
         slot_bytes = self._slab.slot_bytes
-        most = min(self._turns.piece_bytes, max(LEAST_PIECE_BYTES, len(pages) * slot_bytes // DEPTH))
+        part = max(LEAST_PIECE_BYTES, len(pages) * slot_bytes // DEPTH)
+        most = min(PIECE_BYTES, self._turns.piece_bytes, part)
         pieces: list[list[_Page]] = []
         for page in pages:
             last = pieces[-1] if pieces else None
@@ -170,36 +172,48 @@ class PageReader:
         return False
 
     def _read(self, ticket: Ticket, pages: list[_Page], bounce: AlignedMemory) -> None:
-        slab, valid = self._slab, 0
-        self._rate.begin()
-        try:
-            straight = slab.page_bytes == slab.slot_bytes and not (
-                slab.direct and any(address(page.view) % BLOCK_BYTES for page in pages)
-            )
-            if straight:
-                memory = [page.view[: slab.page_bytes] for page in pages]
-            else:
-                memory = bounce.pieces(len(pages), slab.slot_bytes)
-            try:
-                with self._turns.pages("read", len(pages) * slab.slot_bytes, ticket.since_s):
-                    if self._given_up(ticket, pages):  # While it waited.
-                        return
-                    found = slab.read_into(memory, pages[0].slot)
-            except OSError:
-                for page in pages:
-                    self._miss(ticket, "I/O error")
-                    self._suspect(page.key, page.slot, page.generation)
+        slab = self._slab
+        straight = slab.page_bytes == slab.slot_bytes and not (
+            slab.direct and any(address(page.view) % BLOCK_BYTES for page in pages)
+        )
+        if straight:
+            memory = [page.view[: slab.page_bytes] for page in pages]
+        else:
+            memory = bounce.pieces(len(pages), slab.slot_bytes)
+        with ExitStack() as turn:
+            turn.enter_context(self._turns.pages("read", len(pages) * slab.slot_bytes, ticket.since_s))
+            if self._given_up(ticket, pages):  # While it waited.
                 return
-            for number, page in enumerate(pages):
-                there = number * slab.slot_bytes + slab.page_bytes <= found
-                if self._proven(ticket, page, memory[number][: slab.page_bytes] if there else None):
-                    if not straight:
-                        page.view[: slab.page_bytes] = memory[number][: slab.page_bytes]
-                    ticket.proven(page.position)
-                    valid += 1
-        finally:
-            self._rate.end(valid * slab.page_bytes)
-            self._counts.add(pages_read=valid, bytes_read=valid * slab.page_bytes)
+            valid = 0
+            self._rate.begin()
+            try:
+                valid = self._read_now(ticket, pages, memory, turn, copied=not straight)
+            finally:
+                self._rate.end(valid * slab.page_bytes)
+                self._counts.add(pages_read=valid, bytes_read=valid * slab.page_bytes)
+
+    def _read_now(
+        self, ticket: Ticket, pages: list[_Page], memory: list[memoryview], turn: ExitStack, *, copied: bool
+    ) -> int:
+        """How many are proven, and where they are wanted. `turn`: is over with the disk. `copied`: `memory` is not
+        theirs."""
+        slab, valid = self._slab, 0
+        try:
+            with turn:
+                found = slab.read_into(memory, pages[0].slot)
+        except OSError:
+            for page in pages:
+                self._miss(ticket, "I/O error")
+                self._suspect(page.key, page.slot, page.generation)
+            return 0
+        for number, page in enumerate(pages):
+            there = number * slab.slot_bytes + slab.page_bytes <= found
+            if self._proven(ticket, page, memory[number][: slab.page_bytes] if there else None):
+                if copied:
+                    page.view[: slab.page_bytes] = memory[number][: slab.page_bytes]
+                ticket.proven(page.position)
+                valid += 1
+        return valid
 
     def _proven(self, ticket: Ticket, page: _Page, memory: memoryview | None) -> bool:
         """`memory`: None where the file ends before."""

@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 class Turns(Protocol):
     @property
     def piece_bytes(self) -> int:
-        """The most that is to be read in one piece, but for a page that is larger."""
+        """The most that is to be read or written in one piece, but for a page that is larger."""
 
     def pages(self, use: Literal["read", "write"], nbytes: int, since_s: float) -> AbstractContextManager[None]:
         """Entered when it is the turn of so many bytes, which somebody has waited for since then, by the clock of
@@ -19,7 +19,7 @@ class Turns(Protocol):
 class AtOnce:
     """Of a disk that is asked for nothing else."""
 
-    piece_bytes = 4 << 20
+    piece_bytes = 1 << 62
 
     def pages(self, use: Literal["read", "write"], nbytes: int, since_s: float) -> AbstractContextManager[None]:
         return nullcontext()

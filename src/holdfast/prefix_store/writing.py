@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -209,26 +209,35 @@ class PageWriter:
             return []
         if not reserved:
             return []
-        self._rate.begin()
         began_s = time.monotonic()
         filled: dict[int, memoryview] = {}
         try:
             filled = self._fill_all(reserved)
             stored = [write for write in reserved if write.slot in filled]
+            most = max(1, self._turns.piece_bytes // self._slab.slot_bytes)
             for first, count in runs(sorted(filled)):
-                with self._turns.pages("write", count * self._slab.slot_bytes, began_s):
-                    self._slab.write_from([filled[slot] for slot in range(first, first + count)], first)
+                for slot in range(first, first + count, most):
+                    self._write_piece(filled, slot, min(most, first + count - slot), began_s)
             published = self._publish(stored)
         except OSError as error:
             self._health.failed("pages cannot be written", error)
             self._counts.drop("store failing", len(filled))
             self._release(reserved)
             return []
-        finally:
-            self._rate.end(len(filled) * self._slab.page_bytes)
         self._health.wrote()
         self._counts.add(pages_written=len(published), bytes_written=len(published) * self._slab.page_bytes)
         return published
+
+    def _write_piece(self, filled: Mapping[int, memoryview], first: int, count: int, since_s: float) -> None:
+        """`since_s`: when it could have been written."""
+        written = 0
+        with self._turns.pages("write", count * self._slab.slot_bytes, since_s):
+            self._rate.begin()
+            try:
+                self._slab.write_from([filled[slot] for slot in range(first, first + count)], first)
+                written = count
+            finally:
+                self._rate.end(written * self._slab.page_bytes)
 
     def _reserve(self, batch: Sequence[_Write]) -> list[_Write]:
         """Slots for those that shall be written, ascending."""

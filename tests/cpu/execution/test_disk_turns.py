@@ -121,10 +121,11 @@ def test_whoever_asks_gets_a_turn_and_pages_never_crowd_layers(seed: int, monkey
 
 
 class Disk(Calls):
-    """Of which each piece takes a while. `crowd`: at each piece of a layer, the pieces of pages that it finds there."""
+    """Of which each piece takes a while. `crowd`: at each piece of a layer, the pieces of pages that it finds there.
+    `largest`: of these."""
 
     def __init__(self) -> None:
-        self.crowd, self.pages, self.layers = list[int](), 0, 0
+        self.crowd, self.pages, self.layers, self.largest = list[int](), 0, 0, 0
         self.fails = ""
         self.answers = threading.Event()
         self.answers.set()
@@ -139,14 +140,15 @@ class Disk(Calls):
         return os.preadv(file, [piece], offset)
 
     def read_into(self, file: int, buffers: Sequence[memoryview], offset: int) -> int:
-        return self._page(lambda: super(Disk, self).read_into(file, buffers, offset))
+        return self._page(buffers, lambda: super(Disk, self).read_into(file, buffers, offset))
 
     def write_from(self, file: int, buffers: Sequence[memoryview], offset: int) -> int:
-        return self._page(lambda: super(Disk, self).write_from(file, buffers, offset))
+        return self._page(buffers, lambda: super(Disk, self).write_from(file, buffers, offset))
 
-    def _page(self, call: Callable[[], int]) -> int:
+    def _page(self, buffers: Sequence[memoryview], call: Callable[[], int]) -> int:
         with self._lock:
             self.pages += 1
+            self.largest = max(self.largest, sum(map(len, buffers)))
         try:
             assert self.answers.wait(PATIENCE_S)
             time.sleep(0.002)
@@ -205,6 +207,7 @@ def both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Both]:
     monkeypatch.setattr(layer_file, "PIECE_BYTES", mmap.PAGESIZE)
     monkeypatch.setattr(reading, "LEAST_PIECE_BYTES", PAGE_BYTES)
     monkeypatch.setattr(disk_turns, "PAGES_BYTES", PAGE_BYTES)
+    monkeypatch.setattr(DiskTurns, "piece_bytes", PAGE_BYTES)
     made = Both(tmp_path)
     yield made
     made.disk.answers.set()
@@ -219,7 +222,25 @@ def test_a_layer_finds_one_piece_of_pages_before_it_and_all_pages_come(both: Bot
         assert get(both.store, keys)[0].valid == (True,) * PAGES
         assert all(put(both.store, [key_of(PAGES + number) for number in range(4)]))
     assert max(both.disk.crowd) <= 1
+    assert both.disk.largest == PAGE_BYTES, "written in pieces, too"
     assert sum(both.disk.crowd) > 0, "they were there at the same time"
+
+
+def test_waiting_for_a_turn_is_no_time_of_the_disk(tmp_path: Path) -> None:
+    turns, written = DiskTurns(), list[bool]()
+    store = opened(tmp_path, turns=turns)
+    with turns.layer(), turns.pages("read", disk_turns.PAGES_BYTES, time.monotonic()):
+        store.write(key_of(1), memoryview(bytes(PAGE_BYTES)), written.append)
+        until(lambda: bool(turns._waiting))
+        assert not store._write_rate._under_way
+    until(lambda: written == [True])
+    with turns.layer(), turns.pages("read", disk_turns.PAGES_BYTES, time.monotonic()):
+        ticket = store.read([(key_of(1), memoryview(bytearray(PAGE_BYTES)))], lambda result: None)
+        until(lambda: bool(turns._waiting))
+        ticket.cancel()
+    assert ticket.wait(PATIENCE_S)
+    assert store._read_rate._busy_s == 0 < store._write_rate._busy_s
+    store.close(PATIENCE_S)
 
 
 def test_what_fails_or_hangs_of_one_does_not_hold_up_the_other(both: Both) -> None:
@@ -228,6 +249,7 @@ def test_what_fails_or_hangs_of_one_does_not_hold_up_the_other(both: Both) -> No
     both.disk.fails = "layers"
     with pytest.raises(EngineError, match="HF443"):
         both.read_layers()
+    both.file.stop_reading()
     assert get(both.store, keys)[0].valid == (True,) * PAGES
     both.disk.fails = "pages"
     with both.streaming():

@@ -2,13 +2,13 @@
 once, each of them slower for the others, and what was asked of it cannot be taken back:
 
     layers               at once, and in the order of need: whoever reads them asks for no more than there are buffers
-    KV pages that are    beside layers PAGES_BYTES at once, always, so that nobody waits for ever: the earliest deadline
-    read                 first, which is when they were wanted
+    KV pages that are    beside layers PAGES_BYTES at once, or one larger page, always, so that nobody waits for ever:
+    read                 the earliest deadline first, which is when they were wanted
     KV pages that are    the same, with a deadline that is a little later: what is wanted meanwhile goes before them.
     written              Until then they go only while no layer is being read
     no layers            everything at once
 
-So a layer finds so much before it, and pages have SHARE of the disk. Knows no files.
+So a layer finds so much before it, and pages have no more than SHARE of the disk. Knows no files.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from holdfast.hardware.disks import whole_disk
 
 PAGES_BYTES = 4 << 20
 """Of pages, on their way at once beside layers; or one piece that is larger."""
-READ_BYTES = PAGES_BYTES // 2
-"""In one piece: while a thread hears that it has come, and the next one that it is its turn, the disk has another."""
+PIECE_BYTES = PAGES_BYTES // 2
+"""Read or written at once, or a page that is larger: while a thread hears that it is over, and the next one that it is
+its turn, the disk has another."""
 SHARE = 1 / 9
-"""That pages have beside layers, about: of what is on its way then, eight pieces are of layers. On busy cores it is
-less, since one piece goes when a thread has heard of the end of another."""
+"""That pages have beside layers, at most: of what is on its way then, eight pieces are of layers. On busy cores it may
+be half of that, since one piece goes when a thread has heard of the end of another."""
 CALM_S = 0.1
 """After which no layer is expected any more: between those of a step there are pauses, while it computes."""
 WRITE_BEHIND_S = 0.1
@@ -53,7 +54,7 @@ class _Turn:
 class DiskTurns:
     """Of one disk. By any thread."""
 
-    piece_bytes = READ_BYTES
+    piece_bytes = PIECE_BYTES
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
