@@ -3,7 +3,7 @@
     python benchmarks/prefix_store.py FOLDER [--gib 4] [--page 2MiB] [--json FILE] [--beside-layers]
 
 --beside-layers: instead, layers of a step that come from the same disk: alone, and while pages are read without an end,
-in turns and as if neither knew of the other; the rate of both, and the longest wait for a layer.
+in turns and as if neither knew of the other, three times each; the rate of both, and the longest wait for a layer.
 FOLDER is on the disk to be measured; what is written there is removed. Raw reads are O_DIRECT, pages of the same size,
 as many at once as the store has threads. Page caches are not involved, so nothing needs to be dropped between runs.
 """
@@ -42,8 +42,9 @@ AT_ONCE_BYTES = 256 << 20
 """Asked for in one read of the store: a prefix of that size."""
 OPENED = (1_000, 51_200, 400_000, 1_600_000)
 """Numbers of pages that a store is opened with: 51,200 of 2 MiB are 100 GiB."""
-LAYERS, LAYER_BYTES, LAYERS_S, PAIRS = 16, 64 << 20, 4.0, 3
-"""Read from the disk in turn for so long, with pages in each way so many times."""
+LAYERS, LAYER_BYTES, LAYERS_S, ROUNDS = 16, 64 << 20, 4.0, 3
+"""Read from the disk in turn for so long, alone and with pages in each way so many times: what differs between equal
+ones is noise."""
 BESIDE_BYTES = 64 << 20
 """Of pages, asked for in one read meanwhile: a server has places for no more."""
 
@@ -181,19 +182,21 @@ def measure_beside_layers(folder: Path, nbytes: int, page_bytes: int) -> dict[st
         pages[0][:page_bytes] = random.Random(1).randbytes(page_bytes)
         write_all(store, keys, pages[0][:page_bytes])
         store.close(60)
-        rate_alone, longest_s = read_layers(file, memory)
-        found = {"layers alone: GB/s": rate_alone / 1e9, "layers alone: longest wait, s": longest_s}
-        for turn in range(1, PAIRS + 1):
-            for how, turns in (("unordered", None), ("in turns", turns_of(folder.stat().st_dev))):
-                store, over = PrefixStore.open(folder / "store", **settings, turns=turns), threading.Event()
+        found = {}
+        for turn in range(1, ROUNDS + 1):
+            for how in ("alone", "unordered", "in turns"):
+                turns, over = turns_of(folder.stat().st_dev) if how == "in turns" else None, threading.Event()
+                store = PrefixStore.open(folder / "store", **settings, turns=turns)
                 beside = threading.Thread(target=_read_until, args=(over, store, keys, page_bytes, pages))
-                beside.start()
-                rate_beside, longest_s = read_layers(file, memory)
+                if how != "alone":
+                    beside.start()
+                rate, longest_s = read_layers(file, memory)
                 pages_rate = store.stats().bytes_read / LAYERS_S
                 over.set()
-                beside.join()
+                if how != "alone":
+                    beside.join()
                 store.close(60)
-                found[f"{how}, {turn}: layers, GB/s"] = rate_beside / 1e9
+                found[f"{how}, {turn}: layers, GB/s"] = rate / 1e9
                 found[f"{how}, {turn}: longest wait, s"] = longest_s
                 found[f"{how}, {turn}: pages, GB/s"] = pages_rate / 1e9
     return found
