@@ -62,7 +62,7 @@ class TierLimits:
     storing_share: float = 1.0
     """Of the pool as it is now: no more than so much of it is stored at once."""
     disk_share: float = 1.0
-    """Of the disk, that pages have about while a step is computed; 1: steps read no layers from it."""
+    """Of the disk, that pages have at most while a step is computed; 1: steps read no layers from it."""
     spare_pages: int = 256
     """Of the pool, that are to be free, or saved in RAM: while there are fewer, pages are saved."""
     spare_share: float = 1.0

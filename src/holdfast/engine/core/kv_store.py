@@ -43,7 +43,7 @@ class OpenedStore:
     decision: Decision
     use: Callable[[], KVStoreUse]
     disk_share: float
-    """That its pages have of their disk beside steps; 1: these read no layers from it."""
+    """That its pages have of their disk beside steps, at most; 1: these read no layers from it."""
 
 
 def open_kv_store(
