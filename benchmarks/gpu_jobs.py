@@ -184,6 +184,7 @@ def options(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="a real one, for tests that want it")
     parser.add_argument("--disk", type=Path, help="an empty folder on an NVMe with 30 GB of room")
     parser.add_argument("--vllm", type=Path, help="folder with vLLM, for PYTHONPATH")
+    parser.add_argument("--llama", type=Path, help="folder of llama.cpp's programs, with their libraries")
     parser.add_argument("--commit", help="of the code, where git is not there to be asked")
     return parser.parse_args(given)
 
@@ -199,8 +200,9 @@ def main(given: Sequence[str] | None = None) -> int:
     wanted, end = chosen(known, asked.names), time.monotonic() + asked.limit_s
     out = asked.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    disk, vllm = (str(path.resolve()) if path else "" for path in (asked.disk, asked.vllm))
-    names = {"out": str(out), "disk": disk, "vllm": vllm, "commit": asked.commit or commit()}
+    folders = {"disk": asked.disk, "vllm": asked.vllm, "llama": asked.llama}
+    names = {name: str(path.resolve()) if path else "" for name, path in folders.items()}
+    names |= {"out": str(out), "commit": asked.commit or commit()}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "holdfast"

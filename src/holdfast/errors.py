@@ -41,6 +41,8 @@ def printable(text: str, *, keep: str = "") -> str:
 
 DISK_FAILED = "HF443"
 """Layers could not be written to a disk, or not be read from it."""
+RANK_WITHOUT_MEMORY = "HF447"
+"""One of several found none for a step."""
 
 
 class HoldfastError(Exception):

@@ -13,17 +13,24 @@ from story_streams import all_streams
 from struck_ranks import SAID, STRIKES, disturbed, ranks_of, restarted
 from tiny_experts import write_tiny_experts
 
+from holdfast.engine.process.fault_injection import RANK_NO_MEMORY
+
 
 @pytest.mark.parametrize(
-    "names", [("other",), pytest.param(("first", "stopped"), marks=pytest.mark.long)], ids=["killed", "any"]
+    "names",
+    [("other", "without memory"), pytest.param(("first", "stopped"), marks=pytest.mark.long)],
+    ids=["killed-or-without-memory", "any"],
 )
 async def test_streams_outlive_a_rank(start_server, tiny_arguments, tmp_path: Path, names: tuple[str, ...]) -> None:
-    standing_still, flags = StandingStill(tmp_path), ("-tp", "2", "--engine-hang-timeout", "8")
-    server = start_server(*tiny_arguments, *flags, environment=standing_still.environment).wait_ready()
+    """One without memory finds none for a real allocation, in the middle of a step that the other has begun."""
+    standing_still, lacking = StandingStill(tmp_path), tmp_path / "lacking"
+    environment = standing_still.environment | {RANK_NO_MEMORY: str(lacking)}
+    flags = ("-tp", "2", "--engine-hang-timeout", "8")
+    server = start_server(*tiny_arguments, *flags, environment=environment).wait_ready()
     undisturbed = await all_streams(server.url)
-    gone = list[psutil.Process]()
+    gone, strikes = list[psutil.Process](), STRIKES | {"without memory": lambda ranks: lacking.touch()}
     for name in names:
-        answers, ranks = await disturbed(server, standing_still, STRIKES[name])
+        answers, ranks = await disturbed(server, standing_still, strikes[name])
         assert answers == undisturbed
         assert SAID.get(name, "restarting it") in server.log
         gone += ranks

@@ -4,12 +4,15 @@ gone has no memory behind it: whoever touches it ends the process."""
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,6 +20,7 @@ import pytest
 import torch
 from fake_cuda_driver import POISON
 from many_streams import STREAMS, requests, run
+from named_model import MODEL_VARIABLE
 
 from holdfast.config import EngineConfig
 from holdfast.engine.core.loop import EngineCore
@@ -25,6 +29,7 @@ from holdfast.engine.startup.build import build_core, find_model, plan_model
 from holdfast.errors import DoesNotFitError
 from holdfast.execution.gpu.memory import virtual_memory
 from holdfast.execution.gpu.memory.virtual_memory import PIECE_BYTES
+from holdfast.hardware.nvidia import probe
 from holdfast.records import Request, VramBudget
 from holdfast.server.app import create_app
 from holdfast.server.settings import ServerSettings
@@ -219,3 +224,59 @@ def test_a_server_takes_another_budget(shape: Callable[[str], str]) -> None:
             runner.run(serves(engine, http))
         finally:
             runner.run(engine.stop())
+
+
+SERVED = (
+    "--load-format", "dummy", "--skip-tokenizer-init", "--device", "cuda", "--dtype", "float32", "--max-model-len",
+    "4096", "--max-num-seqs", str(STREAMS), "--max-num-batched-tokens", "512",
+)  # fmt: skip
+PATIENCE_S = 60.0
+
+
+def streamed(url: str, number: int) -> list[int]:
+    """Tokens of an answer that takes seconds."""
+    prompt = [number + 3 * place for place in range(3, 20)]
+    body = {"prompt": prompt, "max_tokens": 2000, "temperature": 0, "ignore_eos": True, "stream": True}
+    found = list[int]()
+    with httpx.stream(
+        "POST", f"{url}/v1/completions", json=body | {"return_token_ids": True}, timeout=PATIENCE_S
+    ) as response:
+        assert response.status_code == 200, response.read()
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line.removeprefix("data: "))
+                assert "error" not in event, event
+                found += [token for choice in event["choices"] for token in choice.get("token_ids") or []]
+    return found
+
+
+def test_sigusr1_takes_the_budget_of_the_config_file_as_it_is_now(
+    shape: Callable[[str], str], start_server: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Less, then as much as before, while answers are streamed: the driver sees it, and the tokens stay the same."""
+    monkeypatch.delenv(MODEL_VARIABLE, raising=False)  # It is no setting of Holdfast, and is refused as one.
+    free_before, config = probe().gpus[0].free_bytes, tmp_path / "holdfast.toml"
+    config.write_text('vram = "12GiB"\n')
+    server = start_server(shape("1B"), *SERVED, "--config", str(config)).wait_ready()
+
+    def held() -> int:
+        return free_before - probe().gpus[0].free_bytes
+
+    with ThreadPoolExecutor(4) as pool:
+        expected = list(pool.map(streamed, [server.url] * 4, range(4)))
+        assert 11 * GIB < held() <= 12 * GIB + SLACK
+        running = [pool.submit(streamed, server.url, number) for number in range(4)]
+        server.wait_metric("vllm:num_requests_running", lambda count: count == 4)
+        for gib, reached in ((7, lambda: held() <= 7 * GIB + SLACK), (12, lambda: held() > 11 * GIB)):
+            config.write_text(f'vram = "{gib}GiB"\n')
+            begin_s = time.monotonic()
+            server.process.send_signal(signal.SIGUSR1)
+            while not reached():
+                late = f"{held() / MIB:,.0f} MiB are held, the file says {gib} GiB\n{server.log[-2000:]}"
+                assert time.monotonic() < begin_s + PATIENCE_S, late
+                time.sleep(0.02)
+            print(f"{gib} GiB after {time.monotonic() - begin_s:.2f} s: {held() / MIB:,.0f} MiB")
+        assert not any(one.done() for one in running), "it was over before the budget changed"
+        assert [one.result() for one in running] == expected
+    assert held() <= 12 * GIB + SLACK
+    assert httpx.get(f"{server.url}/memory").json()["tiers"][0]["budget_bytes"] == 12 * GIB

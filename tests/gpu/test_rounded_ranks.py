@@ -12,6 +12,7 @@ import pytest
 import torch
 from gpu_exchange import ExchangeProcesses
 from quantized_files import Format, compressed, fp8, int8, write_quantized
+from quantized_formats import FORMATS
 from tiny_gpu import Tiny, prompt
 
 from holdfast import LLM, SamplingParams
@@ -41,6 +42,7 @@ ENGINES: dict[str, tuple[Format | None, dict[str, Any], dict[str, int]]] = {
     "fp8 in blocks": (BLOCKS, {}, {"tensor_parallel_size": 2}),
     "w8a8": (W8A8, {}, {"tensor_parallel_size": 2}),
     "fp8 while loading": (None, {"quantization": "fp8"}, {"tensor_parallel_size": 2}),
+    "act-order": (FORMATS["gptq-ordered"], {}, {"tensor_parallel_size": 2}),
     "stages of fp8, pages in fp8": (FP8, PAGES, {"pipeline_parallel_size": 2}),
 }
 """How a model's matrices are rounded, settings of its engine, and its ranks."""

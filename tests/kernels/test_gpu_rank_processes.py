@@ -29,14 +29,14 @@ from holdfast.engine.core.loop import EngineCore
 from holdfast.engine.process.fault_injection import RANK_NO_MEMORY
 from holdfast.engine.ranks.following import AskedPlaces
 from holdfast.engine.ranks.gpu import together
-from holdfast.engine.ranks.gpu.follower import NO_MEMORY, GpuFollower
+from holdfast.engine.ranks.gpu.follower import GpuFollower
 from holdfast.engine.ranks.gpu.runner import RankedGpuRunner
 from holdfast.engine.ranks.gpu.together import _settled
 from holdfast.engine.ranks.group import RankGroup
 from holdfast.engine.ranks.messages import Measured
 from holdfast.engine.startup.build import _build_on_gpu, find_model
 from holdfast.engine.startup.engine_info import EngineInfo
-from holdfast.errors import EngineDiedError, EngineError
+from holdfast.errors import RANK_WITHOUT_MEMORY, EngineDiedError, EngineError
 from holdfast.execution.parallel.gpu.link import GpuRankLink
 from holdfast.hardware.nvidia import NvidiaGpu
 from holdfast.models import from_config
@@ -109,6 +109,23 @@ def test_two_stages_start_and_say_what_one_rank_says(stages: Started, tmp_path: 
     for one, outputs in zip(prompts, found, strict=True):
         tiny.assert_greedy(one, tokens_of(outputs))
     require_adapted(tiny, core, tmp_path)
+
+
+@pytest.mark.long
+def test_stages_whose_gpus_map_nothing_of_one_another_hand_on_through_ram(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the real ends of lines, their memory and their sockets."""
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    monkeypatch.setenv(fake_rank_gpus.NODES, "1")
+    with started(tmp_path, staged=True) as (tiny, core, info):
+        told = "stage_lines = sockets, through pinned memory (hardware): not over CUDA IPC: NCCL_P2P_DISABLE is set"
+        assert any(line.startswith(told) for line in info.decisions), info.decisions
+        [tier] = info.memory.below
+        assert [(term.term, term.planned_bytes > 0) for term in tier.terms] == [("node_lines", True)]
+        prompts = [prompt(1, 18), prompt(2, 3)]
+        for one, outputs in zip(prompts, run(core, prompts, [GREEDY, GREEDY]), strict=True):
+            tiny.assert_greedy(one, tokens_of(outputs))
 
 
 @pytest.mark.long
@@ -288,7 +305,13 @@ def test_stages_on_gpus_that_differ_have_the_pool_that_each_gpu_holds(monkeypatc
 def follower_with(runner: Any) -> Any:
     follower: Any = object.__new__(GpuFollower)
     follower._member, follower._asked = SimpleNamespace(runner=runner), AskedPlaces()
+    follower._serves = True
     return follower
+
+
+def step_of(follower: Any, plan: Any) -> None:
+    with follower._shortage_named(in_step=True):
+        follower._execute(plan)
 
 
 def test_a_rank_without_memory_says_so_by_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,18 +331,20 @@ def test_a_rank_without_memory_says_so_by_its_code(tmp_path: Path, monkeypatch: 
         RuntimeError("CUDA error: out of memory\nat"),
     ):
         with pytest.raises(EngineError, match="out of GPU memory in a step") as caught:
-            follower_with(runner(shortage))._execute(plan)
-        assert (caught.value.code, caught.value.found) == (NO_MEMORY, str(shortage).splitlines()[0])
+            step_of(follower_with(runner(shortage)), plan)
+        assert (caught.value.code, caught.value.found) == (RANK_WITHOUT_MEMORY, str(shortage).splitlines()[0])
+    with pytest.raises(EngineError, match="out of memory in a step"):
+        step_of(follower_with(runner(MemoryError())), plan)
     with pytest.raises(RuntimeError, match="an illegal address"):
-        follower_with(runner(RuntimeError("an illegal address")))._execute(plan)
+        step_of(follower_with(runner(RuntimeError("an illegal address"))), plan)
     lacking = tmp_path / "lacking"
     monkeypatch.setenv(RANK_NO_MEMORY, str(lacking))
-    follower_with(runner(None))._execute(plan)
+    step_of(follower_with(runner(None)), plan)
     lacking.touch()
-    with pytest.raises(EngineError, match="on purpose") as caught:
-        follower_with(runner(None))._execute(plan)
-    assert caught.value.code == NO_MEMORY
-    follower_with(runner(None))._execute(plan)
+    with pytest.raises(EngineError, match="out of GPU memory in a step") as caught:
+        step_of(follower_with(runner(None)), plan)
+    assert caught.value.code == RANK_WITHOUT_MEMORY
+    step_of(follower_with(runner(None)), plan)
 
 
 @pytest.mark.long
@@ -333,5 +358,5 @@ def test_a_rank_without_memory_ends_all_of_them(tmp_path: Path, monkeypatch: pyt
         params = [SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)]
         with pytest.raises(EngineError, match="rank 1: out of GPU memory in a step") as caught:
             run(core, [prompt(1, 5)], params, between=lambda: lacking.touch() if next(steps) == 3 else None)
-        assert caught.value.code == NO_MEMORY
+        assert caught.value.code == RANK_WITHOUT_MEMORY
     assert not psutil.pid_exists(other)

@@ -17,13 +17,15 @@ from held_answers import PARAMS as HELD
 from held_answers import raw_of, text_of, with_forms
 from msgspec.structs import replace
 from quantized_files import Format, compressed, fp8, int8, write_quantized
+from quantized_formats import FORMATS
 from tiny_gpu import LAYERS, Tiny, prompt, run, tokens_of, told_of
 
 from holdfast.engine.core import masks
 from holdfast.engine.core.loop import EngineCore
 from holdfast.execution import kv_scales
 from holdfast.execution.batch import RunnerLimits
-from holdfast.execution.gpu.layers.linear import DividedGpuLinear
+from holdfast.execution.gpu.layers import linear as linear_module
+from holdfast.execution.gpu.layers.linear import DividedGpuLinear, GatheredGpuLinear
 from holdfast.execution.gpu.layers.quantized_linear import QuantizedGpuLinear
 from holdfast.execution.gpu.layers.rounded_linear import RoundedGpuLinear
 from holdfast.execution.weights.decoder_weights import Weights
@@ -68,6 +70,7 @@ def answers(core: EngineCore, prompts: list[list[int]], params: list[SamplingPar
         pytest.param(MOE, 2, id="moe", marks=pytest.mark.long),
         pytest.param(GEMMA, 2, id="window", marks=pytest.mark.long),
         pytest.param({"architecture": "Qwen2"}, 3, id="bias and shared KV heads"),
+        pytest.param({"architecture": "Olmo2"}, 3, id="heads that are normed together, and shared KV heads"),
     ],
 )
 @pytest.mark.usefixtures("few_programs")
@@ -151,6 +154,23 @@ def test_rows_are_rounded_as_one_rank_rounds_them(name: str, size: int, tmp_path
     layers: Any = assert_as_alone(tiny, size).runners[1].decoder._layers
     assert isinstance(layers[0].o, DividedGpuLinear)
     assert isinstance(layers[0].mlp._down, DividedGpuLinear)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, pytest.param({"architecture": "Qwen2", "hidden_size": 128}, marks=pytest.mark.long)],
+    ids=["llama", "shared KV heads and bias"],
+)
+@pytest.mark.usefixtures("few_programs")
+def test_columns_in_an_order_of_their_own_take_inputs_of_all_ranks(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPTQ in act-order: o and down, in tiles of few rows."""
+    monkeypatch.setattr(linear_module, "GATHERED_ROWS", 6)
+    tiny = TinyCodes(tmp_path, FORMATS["gptq-ordered"], **settings)
+    made: Any = assert_as_alone(tiny, 2).runners[1].decoder._layers
+    assert isinstance(made[0].o, GatheredGpuLinear)
+    assert isinstance(made[0].mlp._down, GatheredGpuLinear)
 
 
 @pytest.mark.long

@@ -23,6 +23,7 @@ from holdfast.execution.batch import RunnerLimits
 from holdfast.execution.gpu.runner import GpuRunner
 from holdfast.execution.kv_pool import LARGEST
 from holdfast.execution.lora.slots import LoraLimits
+from holdfast.execution.parallel.gpu.row_norms import GpuRowNorms
 from holdfast.execution.parallel.gpu.share import GpuRankShare
 from holdfast.execution.parallel.segment import Segment, SegmentLayout
 from holdfast.execution.parallel.shared_memory import SharedMemoryCollectives
@@ -118,9 +119,11 @@ class GpuThreadRanks:
                 pack=False,
                 **{"expand": True, **loading},
             )
+            tokens, norms = limits.max_num_batched_tokens, None
+            if spec.decoder.query_key_norm == "whole":
+                norms = GpuRowNorms(turns, spec, [one.kv_heads for one in self.shards], tokens, CPU)
             share = GpuRankShare(
-                turns, [one.vocab for one in self.shards], limits.max_num_seqs, limits.max_num_batched_tokens,
-                torch.float32, CPU,
+                turns, [one.vocab for one in self.shards], limits.max_num_seqs, tokens, torch.float32, CPU, norms,
             )  # fmt: skip
             pages = replace(layout, kv_heads=own.kv_heads)
             runner = GpuRunner(own, weights, pages, limits, CPU, kv_dtype=kv_dtype, share=share, lora=lora, whole=spec)

@@ -51,4 +51,8 @@ STRIKES: dict[str, Callable[[list[psutil.Process]], None]] = {
     "first": lambda ranks: ranks[0].kill(),
     "stopped": lambda ranks: ranks[1].suspend(),
 }
-SAID = {"other": "has ended: signal SIGKILL", "stopped": "has not come to where the other ranks wait for it"}
+SAID = {
+    "other": "has ended: signal SIGKILL",
+    "stopped": "has not come to where the other ranks wait for it",
+    "without memory": "rank 1: out of memory in a step, which all ranks have begun; this engine ends [HF447]",
+}

@@ -15,11 +15,12 @@ import holdfast
 from holdfast.bench.client.answers import TimedAnswer
 from holdfast.bench.client.processes import ClientProcesses, client_processes
 from holdfast.bench.client.steps import ClientSteps
+from holdfast.bench.judged_time import JudgedTime, judged_time, safe_reason
 from holdfast.bench.load.load import Load
-from holdfast.bench.load.profile import PEAK, Phase, level_at, span, total_seconds
+from holdfast.bench.load.profile import Phase, level_at, total_seconds
 from holdfast.bench.measure.advice import advice
 from holdfast.bench.measure.figures import figures, gaps_of, mean_in_flight, tokens_between, tpot_of
-from holdfast.bench.measure.load_points import LoadPoint, knee, load_points, safe_point, until_it_ended
+from holdfast.bench.measure.load_points import LoadPoint, knee, load_points, until_it_ended
 from holdfast.bench.measure.objectives import limits
 from holdfast.bench.measure.rate_points import RatePoint, kept, knee_words, rate_knee, rate_point
 from holdfast.bench.measure.samples import ServerSample, ServerSampler, restarted
@@ -117,11 +118,14 @@ def make_result(
     points = load_points(asked, allowed.objectives)
     if sampler.same_process is False:  # A server that is gone says nothing of where its knee was.
         rate_points = [point for point in rate_points if not point.missed]
-    level = _judged_level(options, safe_point(points), kept(rate_points))
-    begin_s, end_s = _window(load, level, start_s, last_s)
-    if interrupted_s is not None:
-        end_s = min(end_s, interrupted_s)
-        begin_s = begin_s if begin_s < last_s else start_s  # It did not get as far as what is judged.
+    rate = kept(rate_points)
+    judged = judged_time(
+        load, allowed, asked, points, (start_s, last_s),
+        steps=options.steps,
+        rate=None if not options.rates else options.rates[0] if rate is None else rate.rate,
+        interrupted_s=interrupted_s,
+    )  # fmt: skip
+    level, (begin_s, end_s) = judged.level, judged.span_s
     before = [sample for sample in sampler.samples if sample.at_s < start_s]
     samples = before[-1:] + sampler.samples[len(before) :]  # What counts up is counted from before the first request.
     # What the last requests leave undone is no loss of speed, nor is a log that has quiet hours.
@@ -144,7 +148,7 @@ def make_result(
         rate_points=rate_points,
     )
     cut = "" if interrupted_s is None else f"interrupted after {interrupted_s - start_s:.0f} s, no verdict; until then "
-    verdict = _verdict(target, load, options, sampler, answers, evidence, points, cut)
+    verdict = _verdict(target, load, options, sampler, answers, evidence, points, judged, cut)
     return BenchResult(
         holdfast=holdfast.__version__,
         date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -183,11 +187,12 @@ def _verdict(
     answers: Sequence[TimedAnswer],
     evidence: RunEvidence,
     points: Sequence[LoadPoint],
+    judged: JudgedTime,
     cut: str,
 ) -> BenchVerdict:
     """`cut`: that it was interrupted, before the reason; a run that was is no pass."""
-    judged, safe = checks(evidence, options.allowed), safe_point(points)
-    sound = all(check.passed for check in judged if check.name != CLIENT)
+    found, safe = checks(evidence, options.allowed), judged.safe
+    sound = all(check.passed for check in found if check.name != CLIENT)
     told = []
     if options.advise and not sound:
         told = advice(
@@ -206,47 +211,14 @@ def _verdict(
         )
     turn, rate = knee_words(evidence.rate_points), kept(evidence.rate_points)
     return BenchVerdict(
-        passed=all(check.passed for check in judged) and not cut,
-        reason=cut + (f"{turn}; " if turn else "") + reason_of(judged),
-        checks=judged,
+        passed=all(check.passed for check in found) and not cut,
+        reason=cut + (f"{turn}; " if turn else "") + reason_of(found),
+        checks=found,
         safe_concurrency=None if safe is None else safe.at_once,
-        safe_reason=_safe_reason(points, safe, promised=bool(options.allowed.objectives)),
+        safe_reason=safe_reason(points, judged, promised=bool(options.allowed.objectives)),
         safe_rate=None if rate is None else rate.rate,
         advice=told,
     )
-
-
-def _judged_level(options: RunOptions, safe: LoadPoint | None, rate: RatePoint | None) -> float | None:
-    """Of a search for the knee: the highest that is safe, or else the lowest. None: this is no such search."""
-    if options.rates:
-        return options.rates[0] if rate is None else rate.rate
-    most = 0 if safe is None else safe.at_once
-    return max((step for step in options.steps if step <= most), default=options.steps[0] if options.steps else None)
-
-
-def _window(load: Load, level: float | None, start_s: float, last_s: float) -> tuple[float, float]:
-    """What is judged: the peak; of a search for the knee one level; else all of it."""
-    if level is not None:
-        begin, end = span(load.phases, f"{level:g}")
-        return start_s + begin, start_s + end
-    if load.loop != "replay" and any(phase.name == PEAK for phase in load.phases):
-        begin, end = span(load.phases, PEAK)
-        if math.isfinite(end) and load.requests is None:
-            return start_s + begin, start_s + end
-    return start_s, math.nextafter(max(last_s, start_s + 1e-3), math.inf)  # The last answer is within.
-
-
-def _safe_reason(points: Sequence[LoadPoint], safe: LoadPoint | None, *, promised: bool) -> str:
-    if not points:
-        return "too few requests were answered to tell"
-    if safe is None:
-        return f"not even {points[0].at_once} at once {'kept the SLO' if promised else 'went without an error'}"
-    kept = "kept the SLO without an error" if promised else "without an error"
-    if safe is points[-1]:
-        return f"the most that was tried, {kept}"
-    after = points[points.index(safe) + 1]
-    why = "had errors" if after.failed else "missed the SLO" if after.meets_slo is False else "brought no more tokens/s"
-    return f"{kept}; {after.at_once} at once {why}"
 
 
 def described(load: Load, options: RunOptions) -> dict[str, Any]:

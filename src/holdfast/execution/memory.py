@@ -6,6 +6,7 @@ Measures on Linux only; elsewhere it reports nothing.
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import platform
 import resource
@@ -99,6 +100,13 @@ def _addresses_are_free() -> bool:
         return OVERCOMMIT.read_text().strip() != NEVER
     except OSError:
         return True
+
+
+def is_host_shortage(error: BaseException) -> bool:
+    """Whether it says that the system gave no memory: Python's way, the system's, or that of torch's allocator."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
 
 
 class PeakMemory:

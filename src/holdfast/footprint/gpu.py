@@ -98,6 +98,10 @@ def graphs_bytes(layers: int, sequences: int, *, captured: bool = True, experts_
     return code_bytes(experts_apart=experts_apart) + graphs
 
 
+GATHERED_ROWS = 512
+"""At a time, of inputs whose columns have an order of their own."""
+
+
 def exchange_slot_bytes(hidden: int, tokens: int, widest_vocab: int, *, dtype: str) -> int:
     """Of what a rank shows the others: the stream of a step, or a row of its logits. `widest_vocab`: rows of the
     vocabulary that one rank has."""
@@ -125,12 +129,26 @@ def node_lines_bytes(stream_bytes: int, answer_bytes: int, tensor_parallel: int,
     return streams + max(streams if nodes > 2 else 0, line_memory_bytes(answer_bytes))
 
 
+def host_lines_bytes(stream_bytes: int, answer_bytes: int, stages: int, nodes: int) -> int:
+    """The same of the first node where GPUs map nothing of one another, with so many `stages` of one GPU each: both
+    ends of a line between two of them lie there."""
+    stream, answer = line_memory_bytes(stream_bytes), line_memory_bytes(answer_bytes)
+    return 2 * (stages - 1) * stream + (2 * answer if nodes == 1 else stream + answer)
+
+
 def beside_ranks_bytes(spec: ModelSpec, limits: Limits, vocab_rows: int, ranks: int, *, dtype: str) -> int:
     """Of one rank of several, beside its activations: its sums before they are added up, its part of the logits,
-    tokens as its rows of the vocabulary number them, and the largest of each row of inputs on each of `ranks`."""
+    tokens as its rows of the vocabulary number them, the largest of each row of inputs on each of `ranks`, and of
+    models that norm all heads together the squares of each row of queries and of keys."""
     tokens, size = limits.max_num_batched_tokens, ELEMENT_BYTES[dtype]
     apart = 0 if sums_apart(spec) else tokens * spec.hidden_size
-    return (apart + limits.max_num_seqs * vocab_rows) * size + (3 + ranks) * tokens * 4
+    squares = 2 if spec.decoder.query_key_norm == "whole" else 0
+    return (apart + limits.max_num_seqs * vocab_rows) * size + (3 + ranks + squares) * tokens * 4
+
+
+def gathered_rows_bytes(whole: int, own: int, limits: Limits, *, dtype: str) -> int:
+    """Of rows of so many columns that ranks gather, and of those columns of them, in their order, that one rank has."""
+    return min(limits.max_num_batched_tokens, GATHERED_ROWS) * (whole + own) * ELEMENT_BYTES[dtype]
 
 
 def whole_lines(words: int) -> int:

@@ -64,6 +64,8 @@ def question_of(config: PlanConfig, *, traffic: Stated | None = None) -> Questio
         nvme=config.nvme,
         device=config.device,
         ranks=ranks_of_a_replica(config) * (config.data_parallel_size or 1) // config.nnodes,
+        replicas=config.data_parallel_size or 1,
+        nodes=config.nnodes,
     )
     found = machine_of(asked)
     if config.expand_weights == "always" and found.machine.kind == "gpu":

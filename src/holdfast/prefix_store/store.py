@@ -292,11 +292,14 @@ class PrefixStore:
             if not slab.writable:
                 if slab.index.changed():
                     slab.index.load()
+                if self._folder.changed():
+                    self._folder.look()
                 return
             if slab.removed():
                 raise FileNotFoundError(errno.ENOENT, "its files were removed while it was in use")
             noted = self._uses is not None and self._uses.noted
-            if self._used or suspects or noted or tell_rates or slab.index.changed():
+            changed = slab.index.changed() or self._folder.changed()  # That of other models counts in the bytes in use.
+            if self._used or suspects or noted or tell_rates or changed:
                 with self._folder.locked():
                     self._note(slab, suspects, tell_rates=tell_rates)
         except OSError as error:

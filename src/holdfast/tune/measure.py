@@ -85,18 +85,18 @@ class ServerTrials:
                 server.wait_until_ready(settings.start_limit_s)
                 result = self._run(server.url, speed, climb)
             except EngineError as error:  # It does not start, or does not answer a first request.
+                died, of_memory = cause_of(server.log, error.message)
                 return Trial(
                     configuration=configuration, stage=stage, speed=speed, climb=climb,
-                    died=cause_of(server.log, error.message),
-                    seconds=time.monotonic() - began_s,
+                    died=died, died_of_memory=of_memory, seconds=time.monotonic() - began_s,
                 )  # fmt: skip
             process = next((check for check in result.verdict.checks if check.name == SERVER_PROCESS), None)
             gone = server.ended or (process is not None and not process.passed)
-            died = cause_of(server.log, "the server ended under the load") if gone else ""
+            died, of_memory = cause_of(server.log, "the server ended under the load") if gone else ("", False)
         return trial_of(
             result, configuration, stage=stage, speed=speed, climb=climb, offered_s=settings.seconds,
             objectives=settings.objectives, error_share=settings.error_share,
-            seconds=time.monotonic() - began_s, died=died,
+            seconds=time.monotonic() - began_s, died=died, died_of_memory=of_memory,
         )  # fmt: skip
 
     def _run(self, url: str, speed: float, climb: float) -> BenchResult:
@@ -153,10 +153,11 @@ def timeout_of(objectives: Sequence[Objective], arrivals: Sequence[Arrival]) -> 
     return min(MOST_TIMEOUT_S, max(LEAST_TIMEOUT_S, LATE_TIMES * whole_s))
 
 
-def cause_of(log: Path, otherwise: str) -> str:
-    """As the doctor says it of the server's log; where it finds nothing, what was seen from here."""
+def cause_of(log: Path, otherwise: str) -> tuple[str, bool]:
+    """As the doctor says it of the server's log; where it finds nothing, what was seen from here. And whether it is a
+    matter of memory, as far as is known."""
     found = diagnose([str(log)])
     if not found.findings:
-        return otherwise
+        return otherwise, True
     first = found.findings[0]
-    return shorten(f"{first.code}: {first.what}", SAID_CHARS)
+    return shorten(f"{first.code}: {first.what}", SAID_CHARS), first.root_cause != "not_memory"

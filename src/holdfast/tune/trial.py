@@ -4,7 +4,7 @@ came to. Records and comparisons only."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -25,6 +25,10 @@ both answer everything in time."""
 LATE_WORTH = 0.02
 """Of an answer, whether in time or not: what tells two apart where none is in time."""
 OWN_PACE = 1.0
+FAILED_ALIKE = 4
+"""So many configurations that fail alike: all others would too."""
+ALIKE = 0.01
+"""Share of what the best is worth, by which another may be below it and count as equal."""
 
 BETTER, LIKELY, SAME, UNCONFIRMED = "better", "likely better", "no difference", "not confirmed"
 STANDS, ONLY, NOTHING = "holds what the default does not", "the default does not run", "nothing runs"
@@ -59,6 +63,8 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: float | None = None
     died: str = ""
     """Why the server did not start or did not live; empty: it did."""
+    died_of_memory: bool = False
+    """Or of what nobody knows to be anything else."""
     warnings: list[str] = []
     seconds: float = 0.0
     """All of it: start, replay, end."""
@@ -136,6 +142,14 @@ def chance_of(trial: Trial) -> float:
     return trial.goodput * (more - less) / (2 * kept_per_s(in_time, trial.requests, 1.0, trial.climb))
 
 
+def no_setting_helps(trials: Sequence[Trial]) -> bool:
+    """Several different configurations died of one and the same thing, none lived, and it is no matter of memory, of
+    which settings take less."""
+    said = {trial.died for trial in trials if not trial.died_of_memory}
+    same = len(said) == 1 and all(trial.died in said for trial in trials) and "" not in said
+    return same and len({trial.configuration for trial in trials}) >= FAILED_ALIKE
+
+
 def mean_merit(trials: Sequence[Trial]) -> float:
     return sum(trial.merit or 0.0 for trial in trials) / len(trials) if trials else 0.0
 
@@ -143,6 +157,7 @@ def mean_merit(trials: Sequence[Trial]) -> float:
 def trial_of(
     result: BenchResult, configuration: ServerConfiguration, *, stage: Stage, speed: float, climb: float,
     offered_s: float, objectives: Sequence[Objective], error_share: float, seconds: float, died: str,
+    died_of_memory: bool = False,
 ) -> Trial:  # fmt: skip
     """`offered_s`: while requests came; what they took beyond it is not the configuration's time but the traffic's."""
     figures = result.whole
@@ -172,6 +187,7 @@ def trial_of(
         free_share=least_free(result.samples),
         preemptions=told[-1] - told[0] if told else None,
         died=died,
+        died_of_memory=died_of_memory,
         warnings=[f"{check.name}: {check.reason}" for check in failed if check.name in _WARNED],
         seconds=seconds,
     )
@@ -188,3 +204,15 @@ def _value(figures: Figures, objective: Objective) -> float | None:
     """As the verdict has it: what a user waits for counts from when the request was to be sent."""
     found = getattr(figures, {"ttft": "ttft_intended", "e2e": "e2e_intended"}.get(objective.metric, objective.metric))
     return None if found is None else float(found.at(objective.percentile))
+
+
+def plainest_first(
+    ordered: Sequence[ServerConfiguration], rank: Callable[[ServerConfiguration], tuple[object, float]]
+) -> list[ServerConfiguration]:
+    """Of those that are as good as the first, those with the fewest settings first: a setting that changes nothing is
+    one more to explain and to carry along."""
+    if not ordered:
+        return []
+    standing_of_first, most = rank(ordered[0])
+    alike = [one for one in ordered if rank(one)[0] == standing_of_first and rank(one)[1] >= (1 - ALIKE) * most]
+    return [*sorted(alike, key=lambda one: len(one.changes)), *(one for one in ordered if one not in alike)]

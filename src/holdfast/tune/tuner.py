@@ -39,6 +39,8 @@ from holdfast.tune.trial import (
     chance_of,
     is_sound,
     mean_merit,
+    no_setting_helps,
+    plainest_first,
     standing,
 )
 
@@ -50,9 +52,9 @@ RACE_SHARE = 0.4
 DOUBT = 1.64
 """Standard errors within which another finalist may be the best: one chance in twenty beyond them."""
 PROOF_SHARE = 0.5
-"""Of the time, at most, that is kept for proving the gain."""
-ALIKE = 0.01
-"""Share of what the best is worth, by which another may be below it and count as equal."""
+"""Of the time, at most, that is kept for proving the gain; more where the shortest proof takes that."""
+LONGER = 0.5
+"""Of a trial, by which the trials of a proof may take longer than those before."""
 CLIMB = 2.0
 """From the last pace that the default held, or the traffic's own, to so many times that."""
 NEAR = 1.5
@@ -80,18 +82,6 @@ class Choices(Protocol):
 
     @property
     def same_as(self) -> Mapping[Point, int]: ...
-
-
-def _plainest_first(
-    ordered: Sequence[ServerConfiguration], rank: Callable[[ServerConfiguration], tuple[object, float]]
-) -> list[ServerConfiguration]:
-    """Of those that are as good as the first, those with the fewest settings first: a setting that changes nothing is
-    one more to explain and to carry along."""
-    if not ordered:
-        return []
-    standing_of_first, most = rank(ordered[0])
-    alike = [one for one in ordered if rank(one)[0] == standing_of_first and rank(one)[1] >= (1 - ALIKE) * most]
-    return [*sorted(alike, key=lambda one: len(one.changes)), *(one for one in ordered if one not in alike)]
 
 
 def _pace(trial: Trial) -> tuple[float, float]:
@@ -167,21 +157,24 @@ class Tuner:
             self._speed = round(self._speed * math.sqrt(CLIMB), 2)
 
     def _search(self) -> None:
-        # What comes after it: the finalists once more, rounds of two, and the kept one at the traffic's own pace.
-        after = 2 * FINALISTS + 2 * USUAL_ROUNDS + (not self._at_own_pace)
-        reserve_s = min(after * self._cost_s(), PROOF_SHARE * self._budget_s)
-
-        self._ended = self._search_here(reserve_s)
+        provable = self._left_s() - self._cost_s() > self._least_proof_s
+        self._ended = self._search_here(provable=provable)
         while self._quicken(self._kept_all()):
-            self._ended = self._search_here(reserve_s)
+            self._ended = self._search_here(provable=provable)
 
-    def _search_here(self, reserve_s: float) -> str:
+    def _reserve_s(self, *, provable: bool) -> float:
+        """For what comes after the search. Where nothing can be proven in any case, all else is searched in: `--resume`
+        goes on from there."""
+        if not provable:
+            return self._own_pace_s
+        # The finalists once more, rounds of two, and the kept one at the traffic's own pace.
+        after = 2 * FINALISTS + 2 * USUAL_ROUNDS + (not self._at_own_pace)
+        return max(min(after * self._cost_s(), PROOF_SHARE * self._budget_s), self._least_proof_s)
+
+    def _search_here(self, *, provable: bool) -> str:
         """At this pace. Returns why it ended."""
         choices = self._choices(self._speed, self._climb)
         places = {configuration: place for place, configuration in enumerate(choices.configurations)}
-
-        def measure(place: int) -> float | None:
-            return self._try(choices.configurations[place], "search").merit
 
         def cannot_beat(place: int, best: float) -> bool:
             most = self._most_goodput(place, self._speed, self._climb)
@@ -190,20 +183,25 @@ class Tuner:
                 return True
             return False
 
-        return search(
+        ended = search(
             choices.points,
             choices.same_as,
-            measure,
-            lambda: self._left_s() - self._cost_s() > reserve_s and not self._may_quicken(self._kept_all()),
+            lambda place: self._try(choices.configurations[place], "search").merit,
+            lambda: (
+                self._left_s() - self._cost_s() > self._reserve_s(provable=provable)
+                and not self._may_quicken(self._kept_all())
+                and not no_setting_helps(self.trials)
+            ),
             known={places[trial.configuration]: trial.merit for trial in self._here()},
             scatter=self._scatter,
             cannot_beat=cannot_beat,
         )
+        return "all servers ended alike, whatever was set" if no_setting_helps(self.trials) else ended
 
     def _finalists(self) -> list[ServerConfiguration]:
         """The best few, each measured again until one is the best, as far as equal runs let that be said."""
         found = self._ranked()[:FINALISTS]
-        proof_s = (2 * FEWEST_ROUNDS + 1) * self._cost_s()
+        proof_s = self._least_proof_s
         ends_s = (1 - RACE_SHARE) * self._left_s()
         for configuration in found:
             if len(found) > 1 and self._left_s() - self._cost_s() > proof_s:
@@ -407,7 +405,7 @@ class Tuner:
         standings = {one: standing([trial for trial in here if trial.configuration == one]) for one in tried}
         lived = [one for one in tried if standings[one][0]]
         ordered = sorted(lived, key=lambda one: (standings[one], worth[places[one]]), reverse=True)
-        return _plainest_first(ordered, lambda one: (standings[one], worth[places[one]]))
+        return plainest_first(ordered, lambda one: (standings[one], worth[places[one]]))
 
     @property
     def _default_missed(self) -> int:
@@ -418,6 +416,11 @@ class Tuner:
     def _own_pace_s(self) -> float:
         """What asking for it takes at the end: see `_own_pace`."""
         return 0.0 if self._at_own_pace else (1 + (self._default_missed == 1)) * self._cost_s()
+
+    @property
+    def _least_proof_s(self) -> float:
+        """The fewest rounds, and what is kept at the traffic's own pace."""
+        return (2 * FEWEST_ROUNDS + LONGER) * self._cost_s() + self._own_pace_s
 
     @property
     def _at_own_pace(self) -> bool:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import Pipe
 from types import SimpleNamespace
 
 import msgspec
@@ -19,7 +20,9 @@ from node_processes import SECRET
 
 from holdfast.config import EngineConfig, ServerConfig
 from holdfast.engine.ranks import group as group_module
+from holdfast.engine.ranks.following import NO_ROOM
 from holdfast.engine.ranks.group import RankGroup
+from holdfast.engine.ranks.messages import RankFailed, encode
 from holdfast.engine.ranks.nodes import hub as hub_module
 from holdfast.engine.ranks.nodes import link as link_module
 from holdfast.engine.ranks.nodes import messages
@@ -32,7 +35,7 @@ from holdfast.engine.ranks.nodes.report import report_of
 from holdfast.engine.ranks.nodes.wire import Wire
 from holdfast.engine.ranks.together import load_ranks
 from holdfast.engine.startup.build import find_model, plan_model
-from holdfast.errors import ConfigurationError, EngineDiedError, EngineError, ModelNotFoundError
+from holdfast.errors import ConfigurationError, DoesNotFitError, EngineDiedError, EngineError, ModelNotFoundError
 from holdfast.records import Failure
 
 pytestmark = pytest.mark.usefixtures("forked_starts")
@@ -117,6 +120,42 @@ def test_ranks_that_do_not_end_are_awaited_together(monkeypatch) -> None:
     began_s = time.monotonic()
     group.close()
     assert time.monotonic() - began_s < 1.5
+
+
+class Refused(Stuck):
+    """A rank that has ended, whose last word nobody has read: as one without memory at start."""
+
+    name, ended = "rank 1", True
+
+    def __init__(self) -> None:
+        self.number, (self.connection, says) = 1, Pipe(duplex=False)
+        says.send_bytes(encode(RankFailed(Failure.of(DoesNotFitError("out of memory", code=NO_ROOM)))))
+        says.close()
+
+    def await_end(self, timeout_s: float) -> bool:
+        return True
+
+
+class Listening(Refused):
+    name, ended = "rank 2", False
+
+    def kill(self) -> None:
+        self.ended = True
+
+
+def test_a_rank_that_ended_with_a_refusal_leaves_no_other_behind() -> None:
+    """And why is said in its words, whatever else failed because of it."""
+    group, closed = object.__new__(RankGroup), list[str]()
+    group._ending = group._failed = False
+    group._hub, group._ranks = None, [Refused(), Listening()]
+    group.link = SimpleNamespace(close=lambda: closed.append("link"))
+    group._segment = SimpleNamespace(close=lambda: closed.append("segment"))
+    group.close()
+    assert group._ranks[1].ended
+    assert closed == ["link", "segment"]
+    group._ranks = [Refused()]
+    cause = group.explained(EngineDiedError("rank 1 did not come"))
+    assert (cause.code, cause.message) == (NO_ROOM, "rank 1: out of memory")
 
 
 def test_nodes_that_do_not_hear_their_end_are_awaited_together(monkeypatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import signal
 import time
 from collections.abc import Iterator
@@ -16,10 +17,14 @@ from held_signals import hears_no_interrupt
 from rank_engines import GREEDY, PROMPTS, make, tokens
 
 from holdfast import LLM, SamplingParams
-from holdfast.errors import EngineDiedError, EngineHungError
+from holdfast.engine.process.fault_injection import RANK_NO_MEMORY
+from holdfast.engine.ranks.following import NO_ROOM
+from holdfast.engine.ranks.together import LoadedRanks
+from holdfast.errors import RANK_WITHOUT_MEMORY, DoesNotFitError, EngineDiedError, EngineError, EngineHungError
 
 pytestmark = pytest.mark.usefixtures("forked_starts")
 
+SPARE_BYTES = 64 << 20
 LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
 
 
@@ -72,6 +77,42 @@ def test_a_rank_that_is_stopped_is_named_and_ended(tiny_model) -> None:
             llm.generate(PROMPTS, LONG, use_tqdm=False)
         assert 3 < time.monotonic() - began_s < PATIENCE_S / 2
     assert not psutil.pid_exists(other)
+
+
+def test_a_rank_that_gets_no_memory_at_start_is_refused_with_what_it_needs(tiny_model, monkeypatch) -> None:
+    """The system gives it no more addresses than it has by then, as under ulimit -v."""
+    back_kv, others = LoadedRanks.back_kv, list[int]()
+
+    def short(ranks: LoadedRanks, *given: int) -> None:
+        assert ranks.group is not None
+        if not others:
+            others.extend(ranks.group.pids)
+            held = psutil.Process(others[0]).memory_info().vms
+            resource.prlimit(others[0], resource.RLIMIT_AS, (held + SPARE_BYTES, held + SPARE_BYTES))
+        back_kv(ranks, *given)
+
+    monkeypatch.setattr(LoadedRanks, "back_kv", short)
+    began_s = time.monotonic()
+    with pytest.raises(DoesNotFitError, match="rank 1: out of memory while it started") as caught:
+        make(tiny_model, 2, kv_cache_memory_bytes="1GiB")
+    assert time.monotonic() - began_s < PATIENCE_S / 2
+    assert caught.value.code == NO_ROOM
+    assert "KV pool 512" in str(caught.value.needed)
+    assert "free on its machine" in str(caught.value.found)
+    assert not psutil.pid_exists(others[0])
+
+
+def test_a_rank_that_gets_no_memory_for_another_pool_is_a_fault_and_no_refusal(
+    tiny_model, tmp_path, monkeypatch
+) -> None:
+    """Also before the first step: all ranks end, whoever asked for that pool."""
+    lacking = tmp_path / "lacking"
+    monkeypatch.setenv(RANK_NO_MEMORY, str(lacking))
+    with make(tiny_model, 2) as llm:
+        lacking.touch()
+        with pytest.raises(EngineError, match="rank 1: out of memory while serving") as caught:
+            llm._core.set_pool(llm._core.scheduler.kv.blocks_total)
+    assert caught.value.code == RANK_WITHOUT_MEMORY
 
 
 @pytest.fixture(scope="module")

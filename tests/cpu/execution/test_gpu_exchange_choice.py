@@ -14,10 +14,11 @@ from simulated_copies import unpinned_memory
 
 from holdfast.engine.ranks.gpu import rank as ranks
 from holdfast.engine.ranks.gpu.rank import OpenedGpu
-from holdfast.errors import EngineError
+from holdfast.errors import ConfigurationError, EngineError, HoldfastError
 from holdfast.execution.parallel.gpu.together import (
     BETWEEN_NODES,
     LINES_BY,
+    THROUGH_RAM,
     JoinedGpus,
     SmallAndLarge,
     against_exchange,
@@ -105,6 +106,10 @@ def test_the_way_and_its_reason_are_a_decision() -> None:
     lines = f"stage_lines = {LINES_BY} (hardware): {seen}; NCCL's sends wait for whoever receives"
     assert decisions(None, True, "") == [lines]
     assert decisions("CUDA IPC", True, "")[1] == lines
+    assert decisions(None, True, "NCCL_P2P_DISABLE is set") == [
+        f"stage_lines = {THROUGH_RAM} (hardware): not over CUDA IPC: NCCL_P2P_DISABLE is set;"
+        " NCCL's sends wait for whoever receives"
+    ]
     waits = "stages are on 2 nodes; NCCL's sends wait for whoever receives"
     assert decisions("CUDA IPC", True, "", ["GPU-a", "GPU-b"] * 2, nodes=2) == [
         f"all_reduce = CUDA IPC (hardware): {seen}",
@@ -146,7 +151,7 @@ def test_ranks_take_what_there_is(
     nccl: bool, store: Any, reason: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = opened(monkeypatch, nccl=nccl, peers=True)
-    assert own.join(meeting(store), reason, 1.0, lambda waited_s: None).name == name
+    assert own.join(meeting(store), reason, 1.0, lambda waited_s: None).collectives.name == name
     assert (own._peers is None) == bool(reason), "memory that nobody maps is given back"
 
 
@@ -155,28 +160,54 @@ def test_ranks_take_what_there_is(
     [
         (True, None, 0, "ranks that share a GPU exchange numbers over CUDA IPC alone"),
         (False, STORE, 0, "this torch has no NCCL"),
-        (True, STORE, 2, "stages on GPUs hand on over CUDA IPC alone"),
+        (True, STORE, 2, "stages of 2 GPUs each add up over CUDA IPC alone"),
     ],
 )
 def test_where_there_is_nothing_the_reason_is_said(
     nccl: bool, store: Any, stages: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = opened(monkeypatch, nccl=nccl, peers=False, stages=stages)
-    with pytest.raises(EngineError, match=said) as caught:
+    with pytest.raises(HoldfastError, match=said) as caught:
         own.join(meeting(store), "NCCL_P2P_DISABLE is set", 1.0, lambda waited_s: None)
     assert caught.value.found == "NCCL_P2P_DISABLE is set"
 
 
 def test_on_several_nodes_it_is_the_gpus_of_one_that_have_no_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What stages hand on to other nodes goes by sockets, and a stage cannot be on several: another number of stages
-    alone would not help."""
+    """And their sums alone: what stages hand on could go through RAM."""
     own = opened(monkeypatch, nccl=True, peers=False, stages=2)
     own._spread = Spread(4, 2, 2)
-    with pytest.raises(EngineError, match="GPUs of one node exchange numbers over CUDA IPC alone") as caught:
+    with pytest.raises(ConfigurationError, match="stages of 2 GPUs each add up over CUDA IPC alone") as caught:
         own.join(None, "on node 1: GPU 0 (GPU-c) has no peer access to GPU 2", 1.0, lambda waited_s: None)
     assert caught.value.needed == "peer access among the 2 GPUs of each node"
     assert caught.value.found == "on node 1: GPU 0 (GPU-c) has no peer access to GPU 2"
-    assert caught.value.fix == "one GPU of each node (-tp 1 -pp 2), or more nodes with one each; or --device cpu"
+    assert caught.value.fix == "-tp 1 -pp 4, whose stages hand on through RAM; or --device cpu"
+    assert caught.value.code == "HF138"
+
+
+def test_stages_of_one_gpu_each_that_map_nothing_call_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both neighbours, as if they were on other nodes."""
+    own, called, lines = opened(monkeypatch, nccl=True, peers=True, stages=3), list[Any](), list[Any]()
+    own._spread, own._node, own.rank = Spread(3, 3), range(3), 1
+    own._plan.engine.shards, own._plan.engine.stream_bytes, own._plan.engine.answer_bytes = [], 4096, 8192
+
+    def line(*given: Any) -> Any:
+        return SimpleNamespace(close=lambda: None, rank=given[-1] if given else None)
+
+    def connected(*given: Any, **_: Any) -> Any:
+        called.append(given[1:])
+        return {0: line()}, {2: line()}
+
+    monkeypatch.setattr(ranks, "connect_ranks", connected)
+    monkeypatch.setattr(ranks, "NodeLineIn", line)
+    monkeypatch.setattr(ranks, "NodeLineOut", line)
+    monkeypatch.setattr(ranks, "pinned_line", lambda slot_bytes, device: slot_bytes)
+    monkeypatch.setattr(ranks, "ExchangeLines", lambda *given, **_: lines.append(given))
+    monkeypatch.setattr(ranks, "LineTo", lambda *given: given)
+    own.join(Meeting(STORE), "GPU 0 (GPU-a) has no peer access to GPU 1", 1.0, lambda waited_s: None)
+    assert called == [(1, [0], [2])]
+    [(_, memory, *_, before, behind)] = lines
+    assert memory is None, "what nobody maps is given back"
+    assert (before[0], before[2].rank, behind[0], behind[2].rank) == (0, 0, 2, 2)
 
 
 def test_what_was_opened_to_other_nodes_is_closed_where_ranks_are_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -571,6 +571,34 @@ def test_a_start_does_not_wait_for_mlps_for_long(
     hosts.close()
 
 
+def test_a_start_that_waits_for_mlps_is_heard(
+    layers: DeviceLayers, mlp: native.ExpertLayer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A short --engine-hang-timeout would end it else."""
+    monkeypatch.setattr(host_mlps, "measure_layers", lambda *given: 1e-4)
+    monkeypatch.setattr(contention, "BEAT_S", 0.001)
+    heard, going_on = list[int](), threading.Event()
+
+    def beat() -> None:
+        heard.append(1)
+        if len(heard) == 3:
+            going_on.set()
+
+    def load(layer: int) -> native.ExpertLayer:
+        assert going_on.wait(30)
+        return mlp
+
+    hosts = HostMlps(
+        replace(offered(range(8), GIB, mlp), load=load), layers, CPU, lambda sizes, device: unpinned_memory(sizes)
+    )
+    hosts.begin()
+    hosts.calibrate(beat)
+    hosts.wait(30)
+    assert len(heard) > 3  # While copies are timed, too.
+    assert hosts.joined is not None
+    hosts.close()
+
+
 def test_ctrl_c_while_cores_are_timed_leaves_nothing_running(
     layers: DeviceLayers, mlp: native.ExpertLayer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -151,7 +151,7 @@ def test_memory_that_is_not_pinned_is_said_to_be_for_lines(monkeypatch: pytest.M
     monkeypatch.setattr(
         node_lines, "PinnedMemory", partial(PinnedMemory, pin=lambda at, size: 2, unpin=lambda at, _: None)
     )
-    with pytest.raises(EngineError, match="no pinned host memory for what stages hand on to other nodes") as refused:
+    with pytest.raises(EngineError, match="no pinned host memory for what stages hand on to one another") as refused:
         pinned_line(4096, CPU)
     assert (refused.value.code, refused.value.found) == ("HF444", "CUDA error 2")
 

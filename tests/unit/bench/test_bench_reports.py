@@ -189,6 +189,23 @@ def test_runs_of_different_loads_are_compared_with_a_note() -> None:
     assert compare(result(1), without).warnings == ["the loads differ: concurrency is 8 and not set"]
 
 
+def test_prefix_caches_that_differ_are_told_beside_a_comparison() -> None:
+    cold, warm = (
+        msgspec.structs.replace(
+            run, peak=msgspec.structs.replace(run.peak, cached_tokens=share * run.peak.prompt_tokens)
+        )
+        for run, share in ((result(1), 0), (result(2), 1))
+    )
+    (warning,) = compare(cold, warm).warnings
+    assert warning.startswith("the prefix caches differ: of prompt tokens A had 0% cached, B 100%")
+    assert any(warning in line for line in compare_lines(compare(cold, warm)))
+    assert compare(warm, warm).warnings == []
+    # A server whose answers do not tell, but its counters do; and one that tells nothing.
+    counted = [ServerSample(at_s=at, prefix_asked=100 * at, prefix_found=100 * at) for at in (1.0, 2.0)]
+    assert compare(warm, msgspec.structs.replace(result(2), samples=counted)).warnings == []
+    assert "A had 100% cached, B does not tell" in compare(warm, result(2)).warnings[0]
+
+
 def test_a_comparison_of_nothing_has_no_table() -> None:
     found = msgspec.structs.replace(compare(result(1, requests=5), result(2, requests=5)), differences=[])
     assert not any("99% interval" in line for line in compare_lines(found))

@@ -13,6 +13,9 @@ from made_up_answers import GAP_S, TTFT_S, answer
 
 from holdfast.bench.client.answers import TimedAnswer
 from holdfast.bench.client.worker import ClientReport
+from holdfast.bench.judged_time import judged_time, safe_reason
+from holdfast.bench.load.load import Load
+from holdfast.bench.load.profile import Phase, default_profile
 from holdfast.bench.measure.figures import figures, mean_in_flight, percentiles, token_times
 from holdfast.bench.measure.load_points import knee, load_points, safe_point, until_it_ended
 from holdfast.bench.measure.objectives import limits, parse_slo
@@ -212,6 +215,57 @@ def test_the_knee_and_the_safe_concurrency_are_where_the_server_was_full() -> No
     assert points[-1].meets_slo is False
     unpromised = load_points(rising(capacity=6))
     assert safe_point(unpromised) == knee(unpromised)
+
+
+def held(at_once: int, seconds: tuple[float, float], *, odd: int, **changes: object) -> list[TimedAnswer]:
+    """So many at once all the time, and one in `odd` of those of the peak another."""
+    found, peak = list[TimedAnswer](), 0
+    for slot in range(at_once):
+        sent_s = seconds[0] + 0.03 * slot
+        while sent_s < seconds[1]:
+            of_peak = 5 <= sent_s < 15
+            peak += of_peak
+            found.append(answer(sent_s, **(changes if of_peak and peak % odd == 0 else {})))  # type: ignore[arg-type]
+            sent_s = found[-1].end_s
+    return found
+
+
+PEAK = Load(url="http://x", model="m", phases=default_profile(5, 10, 5), concurrency=8)
+
+
+def test_what_is_safe_is_no_other_judgement_than_that_of_the_slo() -> None:
+    """Of all requests with eight under way one in a hundred is slow, of those of the peak two."""
+    rules = Allowed(objectives=parse_slo("ttft=150ms"))
+    late = held(8, (0, 20), odd=60, ttft_s=0.2)
+    points = load_points(late, rules.objectives)
+    assert [(point.at_once, point.meets_slo) for point in points][-1] == (8, True)
+    found = judged_time(PEAK, rules, late, points, (0.0, 20.0))
+    assert "ttft p99" in failed(judged([one for one in late if 5 <= one.sent_s < 15], objectives=rules.objectives))
+    assert found.safe is not None  # Of the rise.
+    assert found.safe.at_once < 8
+    assert safe_reason(points, found, promised=True).endswith("; 8 at once missed the SLO as a whole")
+
+
+def test_errors_that_are_allowed_leave_a_level_safe() -> None:
+    some = held(8, (0, 20), odd=200, error="HTTP 503", first_s=None, gaps=b"")
+    rules = Allowed(objectives=parse_slo("ttft=150ms"), error_share=0.01)
+    points = load_points(some, rules.objectives)
+    found = judged_time(PEAK, rules, some, points, (0.0, 20.0))
+    assert found.safe == points[-1]
+    assert safe_reason(points, found, promised=True) == "the most that was tried, kept the SLO with 1 error"
+
+
+def test_a_level_that_is_missed_as_a_whole_is_not_the_one_of_a_search() -> None:
+    """Its moments are of the other levels, too: the last requests of one are under way while the next begins."""
+    rules = Allowed(objectives=parse_slo("ttft=150ms"))
+    some = [*held(4, (0, 5), odd=1), *held(8, (5, 15), odd=60, ttft_s=0.2), *held(8, (15, 20), odd=1)]
+    load = msgspec.structs.replace(PEAK, phases=(Phase("4", 5), Phase("8", 10)))
+    points = load_points(some, rules.objectives)
+    assert safe_point(points) == points[-1]
+    found = judged_time(load, rules, some, points, (0.0, 20.0), steps=(4, 8))
+    assert (found.level, found.span_s) == (4, (0.0, 5.0))
+    assert found.safe is not None
+    assert found.safe.at_once < 8
 
 
 def test_a_server_that_was_never_full_has_no_knee() -> None:

@@ -30,6 +30,12 @@ def test_an_error_that_ends_a_server_has_a_cause():
     assert not [code for code in without if code.startswith(("HF11", "HF12", "HF13", "HF15", "HF2", "HF44"))]
 
 
+@pytest.mark.parametrize(("where", "cause"), [("memory", "host_ram_oom"), ("GPU memory", "other_process_on_gpu")])
+def test_a_rank_that_could_not_start_lacked_what_it_says(where, cause):
+    (found,) = diagnose_lines([SERVE, f"holdfast: rank 1: out of {where} while it started [HF448]"], "log").findings
+    assert (found.code, found.cause) == ("HF448", cause)
+
+
 @pytest.mark.parametrize(
     ("needed", "cause"),
     [

@@ -110,6 +110,16 @@ def test_one_that_is_left_aside_is_spoken_of(code: str, caplog: pytest.LogCaptur
         settled(here, build, vram="4GiB")
 
 
+def test_a_gpu_that_is_left_aside_for_a_budget_of_ram_is_spoken_of(caplog: pytest.LogCaptureFixture) -> None:
+    assert settled(machine(gpu()), ram="4GiB", device="cpu") == "cpu"
+    assert settled(machine(), ram="4GiB") == "cpu"
+    assert settled(machine(gpu(capability=(7, 5))), ram="4GiB") == "cpu"  # It could not be used anyway.
+    assert caplog.text == ""
+    assert settled(machine(gpu()), ram="4GiB") == "cpu"
+    assert "using the CPU, and not GPU 0: --ram alone" in caplog.text
+    assert "--device cuda" in caplog.text
+
+
 def test_an_older_program_runs_on_a_newer_driver() -> None:
     assert settled(machine(gpu(), cuda=(13, 0)), TorchBuild("2.11.0+cu126", "12.6")) == "cuda"
     assert settled(machine(gpu(), cuda=(13, 0)), TorchBuild("2.13.0+cu132", "13.2")) == "cuda"

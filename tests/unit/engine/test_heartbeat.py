@@ -12,7 +12,7 @@ from deadlines import PATIENCE_S
 
 from holdfast.engine.process import protocol
 from holdfast.engine.process.main import BEAT_S, _Heart, _serve
-from holdfast.records import EngineStats
+from holdfast.records import EngineStats, KVStoreUse
 
 
 class Core:
@@ -20,6 +20,7 @@ class Core:
 
     def __init__(self) -> None:
         self.work: Callable[[], None] | None = None
+        self.store: KVStoreUse | None = None
 
     @property
     def has_work(self) -> bool:
@@ -32,7 +33,10 @@ class Core:
         return []
 
     def stats(self) -> EngineStats:
-        return EngineStats()
+        return EngineStats(kv_store=self.store)
+
+    def kv_store_use(self) -> KVStoreUse | None:
+        return self.store
 
     def check_ranks(self) -> None:
         pass
@@ -91,6 +95,15 @@ def loop() -> Iterator[Loop]:
 
 def test_it_is_heard_while_there_is_nothing_to_do(loop: Loop) -> None:
     assert [loop.hear() for _ in range(3)] == [protocol.Beat()] * 3
+
+
+def test_what_others_made_of_a_shared_kv_store_is_told_while_there_is_nothing_to_do(loop: Loop) -> None:
+    for held in (8, 3):
+        loop.core.store = KVStoreUse(held_bytes=held)
+        while not isinstance(heard := loop.hear(), protocol.StepOutputs):
+            pass
+        assert heard.stats.kv_store == loop.core.store
+    assert [loop.hear() for _ in range(2)] == [protocol.Beat()] * 2  # And not again.
 
 
 def test_a_long_step_is_heard_between_its_layers_and_a_hung_one_is_not(loop: Loop) -> None:

@@ -255,6 +255,7 @@ def test_what_was_balanced_by_itself_is_told() -> None:
         check_ranks=lambda: None,
         balance_kv=lambda: looked.append(1),
         breathe=lambda: None,
+        kv_store_use=lambda: None,
         pop_breathed=lambda: None,
         pop_balanced=lambda: waiting.pop() if waiting else None,
     )

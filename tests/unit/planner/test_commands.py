@@ -156,12 +156,6 @@ def test_holdfast_is_not_offered_where_it_has_no_kernels(ask: Ask, gpu: str, why
     assert commands(fit(ask("llama-3.2-1b", "rtx3090")), sequences=4)["holdfast"].available
 
 
-def test_holdfast_is_not_offered_where_its_start_refuses(ask: Ask) -> None:
-    command = commands(fit(ask("olmo-2-7b", "h100-80", count=2, tensor_parallel=2)), sequences=4)["holdfast"]
-    assert not command.available
-    assert "norms the queries of all heads together" in " ".join(command.notes)
-
-
 @pytest.mark.parametrize("kind", ["tensor", "pipeline"])
 def test_holdfast_is_offered_on_several_gpus(ask: Ask, kind: str) -> None:
     command = commands(fit(ask("llama-3.2-1b", "h100-80", count=2, **{f"{kind}_parallel": 2})), sequences=4)["holdfast"]

@@ -239,9 +239,6 @@ def test_ranks_on_gpus_take_formats_of_whole_experts_that_they_could_not_divide(
     assert refused.value.code == NOT_WITH_RANKS
     whole = on_gpus(tensor_parallel_size=2, enable_expert_parallel=True)
     refuse_with_ranks(whole, spec_of(), stored, compiled_kernels=True)
-    attention = packed(spec_of(), ".o", ORDERED)
-    with pytest.raises(ConfigurationError, match="act-order"):
-        refuse_with_ranks(whole, spec_of(), attention, compiled_kernels=True)
 
 
 def test_stages_on_gpus_deal_their_experts_out(monkeypatch: pytest.MonkeyPatch) -> None:

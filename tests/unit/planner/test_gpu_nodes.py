@@ -148,7 +148,7 @@ def test_lines_between_nodes_are_in_ram_and_not_on_the_gpu() -> None:
     on_one = make_gpu_plan(SPEC, None, replace(config, nnodes=1), [card(0, index) for index in range(4)], name="llama")
     most = line_memory_bytes(max(engine.stream_bytes, engine.answer_bytes))
     assert on_one.terms["exchange"] - plan.terms["exchange"] == most - line_memory_bytes(0)
-    with pytest.raises(DoesNotFitError, match="what stages hand on to other nodes does not fit in RAM"):
+    with pytest.raises(DoesNotFitError, match="what stages hand on to one another through RAM does not fit"):
         with_host_memory(plan, config, replace(host, available_bytes=3 * GIB + lines - MIB), 0)
 
 
@@ -189,7 +189,7 @@ def test_a_plan_of_more_gpus_than_a_machine_s_is_one_of_machines(
 
 
 def test_gpus_that_differ_are_not_taken_for_machines() -> None:
-    found = plan("llama-3.1-8b", gpu="h100-80x8,h200x8", pipeline_parallel_size=16)
+    found = plan("llama-3.1-8b", gpu="h100-80x8,h200x8", tensor_parallel_size=2, pipeline_parallel_size=8)
     own = found.commands["holdfast"]
     assert own.nodes == ()
     assert any("more than the 8 that map one another's memory" in one for one in own.lacks)

@@ -329,7 +329,11 @@ def test_windows_in_stages_have_pages_of_the_stage_with_most(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("settings", "field", "words"),
     [
-        ({"disable_custom_all_reduce": True}, "disable_custom_all_reduce", "stages on GPUs hand on over CUDA IPC"),
+        (
+            {"tensor_parallel_size": 2, "disable_custom_all_reduce": True},
+            "disable_custom_all_reduce",
+            "stages of several GPUs add up over CUDA IPC",
+        ),
         ({"tensor_parallel_size": 8}, "pipeline_parallel_size", "16 ranks on GPUs are more than the 8"),
         ({"kv_ram": 4 * GIB}, "kv_ram", "not kept in RAM by several ranks"),
     ],
@@ -339,6 +343,12 @@ def test_what_stages_on_gpus_cannot_do_is_refused(settings: dict[str, Any], fiel
     with pytest.raises(ConfigurationError, match=words) as caught:
         make_gpu_plan(SPEC, None, config, [card(0), card(1)], name="llama")
     assert (caught.value.code, caught.value.field) == (NOT_WITH_RANKS, field)
+
+
+def test_more_stages_than_map_one_another_may_be_of_one_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(RANK_GPUS)
+    config = EngineConfig(device="cuda", pipeline_parallel_size=16)
+    assert make_gpu_plan(SPEC, None, config, [card(index) for index in range(16)], name="llama").engine.rank_count == 16
 
 
 def test_ranks_on_gpus_have_no_numbers_in_the_memory_of_the_host() -> None:

@@ -55,20 +55,24 @@ def test_how_many(asked: dict[str, Any], names: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "number"),
+    ("asked", "told"),
     [
-        ({"gpu": "rtx4090", "ranks": 5}, 5),
-        ({"vram": "22GiB", "ranks": 2}, 2),
+        ({"gpu": "rtx4090", "ranks": 5}, ("5", "-tp x -pp needs 5: planned for 5")),
+        ({"vram": "22GiB", "ranks": 2}, ("2", "-tp x -pp needs 2: planned for 2")),
+        ({"gpu": "rtx4090", "ranks": 8, "replicas": 2}, ("8", "-tp x -pp x -dp needs 8: planned for 8")),
+        ({"gpu": "rtx4090", "ranks": 8, "nodes": 4}, ("8 of each node", "needs 8 on each of 4 nodes: planned for 8")),
         ({"gpu": "rtx4090", "ranks": 1}, None),
         ({"gpu": "rtx4090x5", "ranks": 5}, None),
         ({"gpu": "rtx4090,rtx4090", "ranks": 2}, None),
         ({"vram": "22GiBx2", "ranks": 2}, None),
     ],
 )
-def test_gpus_that_a_split_adds_to_the_one_that_was_named_are_said(asked: dict[str, Any], number: int | None) -> None:
+def test_gpus_that_a_split_adds_to_the_one_that_was_named_are_said(
+    asked: dict[str, Any], told: tuple[str, str] | None
+) -> None:
     said = [decision for decision in made(**asked).decisions if decision.field == "gpus"]
-    assert [decision.value for decision in said] == ([] if number is None else [number])
-    assert all(f"needs {number}" in decision.reason for decision in said)
+    assert [decision.value for decision in said] == ([] if told is None else [told[0]])
+    assert all(told is not None and told[1] in decision.reason for decision in said)
 
 
 def test_vram_beside_a_gpu_is_its_budget() -> None:

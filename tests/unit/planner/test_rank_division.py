@@ -16,15 +16,14 @@ from holdfast import plan
 from holdfast.checkpoints import LAYOUTS, Packing, StoredTensor
 from holdfast.checkpoints.files import PackedMatrix
 from holdfast.config import EngineConfig
-from holdfast.config.unsupported import RANK_GPUS
 from holdfast.errors import ConfigurationError
-from holdfast.footprint.cpu import STAGING_BYTES, Limits
+from holdfast.footprint.cpu import STAGING_BYTES, Limits, sums_apart
 from holdfast.footprint.identity_key import Same
 from holdfast.models import ModelSpec, from_config
 from holdfast.models.shards import Shard, shard_spec
 from holdfast.planner.serve.ranks import NOT_WITH_RANKS, refuse_with_ranks
 from holdfast.planner.sizing.engine_weights import EngineWeights
-from holdfast.planner.sizing.rank_shares import rank_shares
+from holdfast.planner.sizing.rank_shares import gpu_rank_shares, rank_shares
 from holdfast.planner.sizing.shards import divide
 
 LLAMA: dict[str, Any] = {
@@ -169,19 +168,24 @@ def test_rows_that_ranks_gather_for_columns_in_act_order_are_counted() -> None:
     more = [ordered - plain for ordered, plain in zip(counted(True), counted(False), strict=True)]
     assert more == [512 * (640 + 320) * 4] * 2
 
+    def on_gpus(ordered: bool) -> int:
+        weights = Same(EngineWeights(spec, packed_as(spec, **IN_ORDER, act_order=ordered)))
+        [exchange] = gpu_rank_shares(weights, 2, dtype="float16").gpu_terms(limits, dtype="float16")
+        return exchange.nbytes
 
-def test_columns_in_act_order_are_refused_of_ranks_on_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(RANK_GPUS, "0,1")
-    spec = spec_of(num_attention_heads=8, num_key_value_heads=4, hidden_size=512, intermediate_size=640)
-    stored = packed_as(spec, **IN_ORDER, act_order=True)
-    config = EngineConfig(model="m", tensor_parallel_size=2, device="cuda")
-    with pytest.raises(ConfigurationError, match="act-order") as refused:
-        refuse_with_ranks(config, spec, stored, compiled_kernels=True)
-    assert refused.value.code == NOT_WITH_RANKS
-    assert "--device cpu" in (refused.value.fix or "")
-    refuse_with_ranks(replace(config, device="cpu"), spec, stored, compiled_kernels=True)
-    stages = replace(config, tensor_parallel_size=1, pipeline_parallel_size=2)  # Whose matrices are whole.
-    refuse_with_ranks(stages, spec, stored, compiled_kernels=True)
+    assert on_gpus(True) - on_gpus(False) == 512 * (640 + 320) * 2
+
+
+def test_squares_of_heads_that_are_normed_together_are_counted_on_gpus() -> None:
+    limits, exchanges = Limits(max_model_len=2048, max_num_seqs=4, max_num_batched_tokens=1024), []
+    for architecture, kind in (("LlamaForCausalLM", "llama"), ("Olmo2ForCausalLM", "olmo2")):
+        spec = spec_of(architectures=[architecture], model_type=kind, num_attention_heads=8, num_key_value_heads=4)
+        apart = 0 if sums_apart(spec) else 1024 * spec.hidden_size * 2
+        [exchange] = gpu_rank_shares(Same(EngineWeights(spec, None)), 2, dtype="float16").gpu_terms(
+            limits, dtype="float16"
+        )
+        exchanges.append(exchange.nbytes - apart)
+    assert exchanges[1] - exchanges[0] == 2 * 1024 * 4
 
 
 EXPERTS: dict[str, Any] = {

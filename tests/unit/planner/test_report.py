@@ -131,6 +131,8 @@ def test_side_by_side(ask: Ask) -> None:
     models = [answer(ask(model, "rtx4090")) for model in ("llama-3.1-8b", "qwen3-8b")]
     assert compare_lines(models, width=100)[-1] == "at once: sequences of 4,096 tokens that fit in the KV cache"
     assert compare_lines(models, width=100)[1].startswith("meta-llama/Llama-3.1-8B-Instruct")
+    short = [models[0], answer(ask("gpt2", "rtx4090"))]
+    assert "sequences of 1,024 to 4,096 tokens, each plan's own," in compare_lines(short, width=100)[-1]
     assert all(len(line) <= 80 for line in compare_lines([*machines, *models], width=80))
 
 

@@ -37,15 +37,17 @@ def test_the_exit_code_is_of_the_engine_that_was_asked_for(
 
 
 def test_several_gpus_are_this_engines_too_but_not_for_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """OLMo 2 norms the queries of all heads together."""
+    """Experts whose inputs are rounded by rows as they come are not divided."""
     asked = ["plan", "llama-3.1-70b", "--gpu", "h100-80x4", "--for", "holdfast", "--brief"]
     assert main(asked) == 0
     assert "--tensor-parallel-size 4" in capsys.readouterr().out
     llama = dict(catalogue.find("smollm2-135m").config)
-    olmo = {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}
-    (tmp_path / "config.json").write_text(
-        json.dumps(llama | olmo | {"num_attention_heads": 8, "num_key_value_heads": 4})
-    )
+    experts = {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4,
+        "quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"},
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(llama | experts))
     assert main(["plan", str(tmp_path), "--gpu", "h100-80x2", "-tp", "2", "--for", "holdfast", "--brief"]) == 1
     said = " ".join(capsys.readouterr().out.split())
     assert "fits, but Holdfast does not support this yet: tensor_parallel_size is" in said

@@ -49,6 +49,25 @@ def test_errors_of_reading_are_misses(tmp_path: Path) -> None:
     store.close(DEADLINE_S)
 
 
+class FailingUnlocks(FailingCalls):
+    def try_lock(self, file: int, kind: int) -> bool:
+        if kind == fcntl.LOCK_UN:
+            raise OSError(errno.EIO, "injected")
+        return super().try_lock(file, kind)
+
+
+def test_a_lock_that_cannot_be_given_back_keeps_nobody_out(tmp_path: Path) -> None:
+    store = opened(tmp_path / "store", calls=FailingUnlocks(), beat_s=DEADLINE_S)
+    assert all(put(store, KEYS[:4]))
+    other = opened(tmp_path / "store", lock_s=1.0)
+    assert not other.stats().read_only
+    assert all(put(other, KEYS[4:]))
+    assert all(put(store, [key_of(20)]))
+    assert served(store, KEYS) == KEYS
+    for one in (store, other):
+        one.close(DEADLINE_S)
+
+
 class ShortReads(FailingCalls):
     """Each read brings no more than a part of a page."""
 

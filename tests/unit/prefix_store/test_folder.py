@@ -10,6 +10,8 @@ import pytest
 from prefix_pages import DEADLINE_S, PAGE_BYTES, opened, put
 
 from holdfast.errors import ConfigurationError
+from holdfast.prefix_store.files.calls import Calls
+from holdfast.prefix_store.files.folder import Control, StoreFolder
 from holdfast.prefix_store.inspection import StoreInspection
 
 
@@ -100,3 +102,21 @@ def test_links_in_place_of_files_are_not_followed(tmp_path: Path) -> None:
 def test_a_store_smaller_than_a_page_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="HF181"):
         opened(tmp_path / "store", size_bytes=PAGE_BYTES - 1)
+
+
+def test_numbers_that_are_half_written_are_not_taken_without_the_lock(tmp_path: Path) -> None:
+    folder, other = (StoreFolder(tmp_path / "store", Calls(), create=True) for _ in range(2))
+    with folder.locked():
+        folder.set_control(Control(total_bytes=5))
+    other.look()
+    control = tmp_path / "store" / "control"
+    whole = control.read_bytes()
+    control.write_bytes(whole[:-1] + b"x")
+    other.look()
+    assert other.seen.total_bytes == 5
+    assert other.changed()
+    control.write_bytes(whole)
+    other.look()
+    assert not other.changed()
+    for one in (folder, other):
+        one.close()

@@ -91,6 +91,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.calls.chance = 0.0
         for view in (0, 1):
             self.restart(view)  # One that could only read goes on so.
+        assert not any(one.stats().read_only for one in self.views)
 
     @rule(
         name=st.sampled_from(["control", "*.index", "*.pages"]),
@@ -123,7 +124,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 def run_machine(examples: int, steps: int) -> None:
-    limits = {"deadline": None, "suppress_health_check": list(HealthCheck)}
+    limits = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
     run_state_machine_as_test(
         StoreMachine, settings=settings(max_examples=examples, stateful_step_count=steps, **limits)
     )

@@ -13,7 +13,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[3]))
 
-from benchmarks import harness, llama_programs, machine, report, tiers, workloads
+from benchmarks import harness, llama_programs, machine, report, workloads
 from benchmarks.compat import vllm_formats
 from benchmarks.llama_adapter import shared_length
 
@@ -188,19 +188,3 @@ def test_threads_of_one_core_are_not_taken_for_two(monkeypatch: pytest.MonkeyPat
     assert llama_programs.physical_cores(2) == [0, 2]
     with pytest.raises(SystemExit, match="3 cores are needed, 2 are allowed"):
         llama_programs.physical_cores(3)
-
-
-def test_what_llama_cpp_prints_of_experts_on_its_cores_is_read() -> None:
-    lines = [{"pp": 128, "tg": 32, "pl": pl, "speed_tg": speed} for pl, speed in ((1, 64.107), (8, 101.88))]
-    batches = "main: n_kv_max = 8192\n" + "".join(json.dumps(line) + "\n" for line in lines)
-    found = tiers.read_llama(batches, json.dumps([{"n_prompt": 512, "n_gen": 0, "avg_ts": 478.18}]))
-    assert found == {"decode_tok_per_s": {"1": 64.11, "8": 101.88}, "prompt_512_tok_per_s": 478.18}
-
-
-def test_a_row_of_tiers_beside_another_differs_in_nothing_else() -> None:
-    """Else the two are no comparison."""
-    link, zipf = tiers.ROWS["llama-8b-bf16-link"], tiers.ROWS["qwen3-30b-a3b-q4k-zipf"]
-    assert link._replace(settings=tiers.ROWS["llama-8b-bf16"].settings) == tiers.ROWS["llama-8b-bf16"]
-    assert link.settings["cpu_compute"] == "off"
-    assert zipf._replace(skew=0.0) == tiers.EXPERTS
-    assert (zipf.batches[0][0], zipf.prompts) == (1, (512, 2000)), "one stream, and prompts by themselves"

@@ -17,6 +17,7 @@ from holdfast.tune.result import reasons
 from holdfast.tune.space.pruning import configuration_at
 from holdfast.tune.trial import (
     BETTER,
+    LIKELY,
     NO_HEADROOM,
     NOTHING,
     ONLY,
@@ -72,6 +73,7 @@ class PlantedServer:
                 speed=speed,
                 climb=climb,
                 died="out of memory",
+                died_of_memory=True,
                 seconds=TRIAL_S,
             )
         offered = speed * climb * 10.0 / self.saturated_at  # At the end.
@@ -134,6 +136,17 @@ def test_a_planted_optimum_is_found(landscape: Landscape, noise: float) -> None:
         truly = of(landscape, outcome) / (landscape(START) or 1.0) - 1
         assert outcome.gain.change == pytest.approx(truly, abs=0.1 * (1 + truly))
         assert len(outcome.trials) <= 60
+
+
+@pytest.mark.parametrize(("speed", "fewest"), [(1.0, 10), (None, 13)])
+def test_a_short_time_is_enough_for_a_proof_where_its_fewest_rounds_fit(speed: float | None, fewest: int) -> None:
+    for seed in range(5):
+        outcome = PlantedServer(hill((1, 4, 2, 1)), noise=0.03, seed=seed).tune(fewest, speed=speed)
+        assert outcome.verdict in (BETTER, LIKELY)
+        # Where they do not fit, none of the time is kept for them.
+        server = PlantedServer(hill((1, 4, 2, 1)), noise=0.03, seed=seed)
+        assert server.tune(8, speed=speed).verdict == UNCONFIRMED
+        assert server.now_s >= 7 * TRIAL_S
 
 
 def test_where_nothing_differs_the_default_is_kept() -> None:
@@ -283,6 +296,19 @@ def test_a_default_that_dies_is_replaced_and_one_where_all_die_says_so() -> None
     assert of(lambda point: None if point[1] >= 3 else 5.0 + point[0], outcome) == 10.0
     dead = PlantedServer(lambda point: None).tune()
     assert (dead.kept, dead.verdict) == (None, NOTHING)
+    assert len(dead.trials) > 30  # Less may fit.
+
+
+def test_a_failure_that_no_setting_changes_ends_the_search() -> None:
+    class Misinstalled(PlantedServer):
+        def __call__(self, configuration: ServerConfiguration, **asked: Any) -> Trial:
+            return msgspec.structs.replace(
+                super().__call__(configuration, **asked), died="no package", died_of_memory=False
+            )
+
+    outcome = Misinstalled(lambda point: None).tune()
+    assert (outcome.kept, outcome.verdict, len(outcome.trials)) == (None, NOTHING, 4)
+    assert outcome.ended == "all servers ended alike, whatever was set"
 
 
 def test_the_replay_is_quickened_until_the_default_no_longer_holds_and_the_kept_one_holds_the_users_pace() -> None:

@@ -191,9 +191,15 @@ def test_a_request_is_given_up_when_it_is_of_no_use_any_more() -> None:
 def test_the_doctor_says_what_a_server_died_of(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("ERROR [core.py:718] torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n")
-    assert "memory" in cause_of(log, "it ended")
+    died, of_memory = cause_of(log, "it ended")
+    assert "memory" in died
+    assert of_memory
+    log.write_text("importlib.metadata.PackageNotFoundError: No package metadata was found for vllm\n")
+    died, of_memory = cause_of(log, "it ended")
+    assert died.endswith(": A module is missing or does not match: vllm.")
+    assert not of_memory
     log.write_text("")
-    assert cause_of(log, "it ended") == "it ended"
+    assert cause_of(log, "it ended") == ("it ended", True)
 
 
 def test_what_is_likely_but_not_proven_is_said_to_be_that() -> None:

@@ -11,6 +11,7 @@ Reads one run, whether its load rose in steps or in a line.
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Sequence
 
 import msgspec
@@ -114,11 +115,22 @@ def knee(points: Sequence[LoadPoint]) -> LoadPoint | None:
     return first if points[-1].at_once >= 1.5 * first.at_once else None
 
 
-def safe_point(points: Sequence[LoadPoint]) -> LoadPoint | None:
+def safe_point(
+    points: Sequence[LoadPoint], *, kept_at: float | None = None, missed_at: float | None = None
+) -> LoadPoint | None:
     """The highest that counts as safe: where all up to it kept every promise without an error and all beyond it did
     not, with the fewest requests that say otherwise, since a moment of other work proves nothing. Without promises it
-    is not beyond the knee. None: not even the lowest."""
-    bad = [bool(point.failed) or point.meets_slo is False for point in points]
+    is not beyond the knee. None: not even the lowest.
+
+    `kept_at`, `missed_at`: requests at once of the time that the verdict is of, which kept its promises or missed them:
+    whatever moments say, so do all points up to there, or from there on."""
+    kept_up_to = 0.0 if kept_at is None else edge_of(kept_at)
+    missed_from = math.inf if missed_at is None else edge_of(missed_at)
+    bad = [
+        point.at_once >= missed_from
+        or ((bool(point.failed) or point.meets_slo is False) and point.at_once > kept_up_to)
+        for point in points
+    ]
     doubt = sum(point.requests for point, missed in zip(points, bad, strict=True) if not missed)
     least, safe = doubt, None
     for point, missed in zip(points, bad, strict=True):
@@ -128,3 +140,8 @@ def safe_point(points: Sequence[LoadPoint]) -> LoadPoint | None:
     turn = knee(points)
     promised = any(point.meets_slo is not None for point in points)
     return turn if safe and turn and not promised and turn.at_once < safe.at_once else safe
+
+
+def edge_of(at_once: float) -> float:
+    """Of the point that so many at once are in."""
+    return EDGES[bisect.bisect_left(EDGES, round(at_once))]

@@ -193,6 +193,16 @@ def restarted(samples: Sequence[ServerSample]) -> bool:
     return bool(told) and told[-1] > told[0]
 
 
+def prefix_hit_share(samples: Sequence[ServerSample]) -> float | None:
+    """Of what was looked up in the prefix cache from the first sample to the last; None: the server does not tell, or
+    nothing was."""
+    asked = [(sample.prefix_asked, sample.prefix_found) for sample in samples]
+    known = [(every, found) for every, found in asked if every is not None and found is not None]
+    if not known or known[-1][0] <= known[0][0]:
+        return None
+    return (known[-1][1] - known[0][1]) / (known[-1][0] - known[0][0])
+
+
 def pools_of(terms: Sequence[dict[str, Any]], *, touched: bool) -> dict[str, int]:
     """`touched`: the KV cache is in RAM, and counted by what was written of it."""
     found: dict[str, int] = {}

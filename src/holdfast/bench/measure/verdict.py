@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import msgspec
 
 from holdfast.bench.client.worker import ClientReport
-from holdfast.bench.measure.figures import LATE_S, LATE_SHARE, Figures
+from holdfast.bench.measure.figures import LATE_S, LATE_SHARE, Figures, Percentiles
 from holdfast.bench.measure.objectives import Objective
 from holdfast.bench.measure.rate_points import RatePoint, kept
 from holdfast.bench.measure.samples import ServerSample
@@ -110,6 +110,17 @@ def checks(evidence: RunEvidence, allowed: Allowed) -> list[BenchCheck]:
     ]
     found += _headroom(evidence.samples, allowed.headroom)
     return found
+
+
+def promises_kept(peak: Figures, allowed: Allowed) -> bool | None:
+    """As the checks of errors and of the SLO judge this time; None: too little was answered to tell."""
+    if _failed_share(peak) > allowed.error_share:
+        return False
+    values = [(one, _judged(peak, one)) for one in allowed.objectives]
+    if any(found is not None and found.at(one.percentile) > one.seconds for one, found in values):
+        return False
+    few = any(found is None or found.count < LEAST_VALUES[one.percentile] for one, found in values)
+    return None if few or not peak.completed else True
 
 
 def reason_of(found: Sequence[BenchCheck]) -> str:
@@ -210,8 +221,7 @@ def _process(*, same: bool) -> BenchCheck:
 
 
 def _objective(evidence: RunEvidence, objective: Objective) -> BenchCheck:
-    judged = {"ttft": evidence.peak.ttft_intended, "e2e": evidence.peak.e2e_intended, "tpot": evidence.peak.tpot}
-    found = judged.get(objective.metric, evidence.peak.itl)
+    found = _judged(evidence.peak, objective)
     value = None if found is None else found.at(objective.percentile)
     limit = f"{1e3 * objective.seconds:g} ms"
     rank = objective.percentile.replace("_", ".")
@@ -233,6 +243,11 @@ def _objective(evidence: RunEvidence, objective: Objective) -> BenchCheck:
         limit=limit,
         reason=reason,
     )
+
+
+def _judged(peak: Figures, objective: Objective) -> Percentiles | None:
+    by_metric = {"ttft": peak.ttft_intended, "e2e": peak.e2e_intended, "tpot": peak.tpot}
+    return by_metric.get(objective.metric, peak.itl)
 
 
 def _stall(evidence: RunEvidence) -> BenchCheck:

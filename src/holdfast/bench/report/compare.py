@@ -16,9 +16,12 @@ import numpy as np
 
 from holdfast.bench.measure.figures import Floats
 from holdfast.bench.measure.objectives import limits
+from holdfast.bench.measure.samples import prefix_hit_share
 from holdfast.bench.result import BenchResult, RequestColumns
 
 DRAWS, CONFIDENCE = 1000, 0.99
+CACHED_APART = 0.05
+"""Share of prompt tokens by which prefix caches may differ: what is found there is not computed."""
 LEAST_BEYOND = 10
 """So many values must lie beyond a percentile for it to be compared: P99 needs 1,000."""
 
@@ -186,6 +189,7 @@ def _warnings(a: BenchResult, b: BenchResult) -> Iterator[str]:
             yield f"the loads differ: {name} is {_said(a.load.get(name))} and {_said(b.load.get(name))}"
     if not _same_slo(a, b):
         yield f"the SLOs differ, and goodput is not compared: {_slo(a)} and {_slo(b)}"
+    yield from _cached_apart(a, b)
     for word, result in (("A", a), ("B", b)):
         client = next((check for check in result.verdict.checks if check.name == "client" and not check.passed), None)
         if client is not None:
@@ -195,6 +199,31 @@ def _warnings(a: BenchResult, b: BenchResult) -> Iterator[str]:
                 f"{word}: {result.peak.failed:,} of {result.peak.requests:,} requests failed, and failures are in none"
                 " of the latencies"
             )
+
+
+def _cached_apart(a: BenchResult, b: BenchResult) -> Iterator[str]:
+    """Where one cache was warm and the other cold, times tell of that and not of the servers."""
+    first, second = _cached_share(a), _cached_share(b)
+    if abs((first or 0.0) - (second or 0.0)) < CACHED_APART:
+        return
+    if first is None or second is None:
+        word, share, other = ("A", first, "B") if second is None else ("B", second, "A")
+        yield (
+            f"prefix caches cannot be compared: of prompt tokens {word} had {share:.0%} cached, {other} does not"
+            " tell; run both cold (a restart, or a --seed that neither server had before)"
+        )
+        return
+    yield (
+        f"the prefix caches differ: of prompt tokens A had {first:.0%} cached, B {second:.0%}; run both cold (a"
+        " restart, or a --seed that neither server had before) or both warm"
+    )
+
+
+def _cached_share(result: BenchResult) -> float | None:
+    """Of prompt tokens, as answers or else the server's counters tell; None: neither does."""
+    if result.peak.cached_tokens is not None:
+        return result.peak.cached_tokens / max(1, result.peak.prompt_tokens)
+    return prefix_hit_share(result.samples)
 
 
 def _slo(result: BenchResult) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from holdfast.bench.measure.figures import NAMES, Figures, Percentiles
+from holdfast.bench.measure.samples import prefix_hit_share
 from holdfast.bench.result import BenchResult
 from holdfast.units import counted, format_bytes
 
@@ -147,10 +148,8 @@ def server_line(result: BenchResult) -> str:
     preempted = [sample.preemptions for sample in samples if sample.preemptions is not None]
     if preempted and preempted[-1] > preempted[0]:
         told.append(f"{preempted[-1] - preempted[0]:,.0f} preemptions")
-    asked = [(sample.prefix_asked, sample.prefix_found) for sample in samples]
-    known = [(all_, hit) for all_, hit in asked if all_ is not None and hit is not None]
-    if known and known[-1][0] > known[0][0]:
-        told.append(f"{(known[-1][1] - known[0][1]) / (known[-1][0] - known[0][0]):.0%} prefix hits")
+    if (hits := prefix_hit_share(samples)) is not None:
+        told.append(f"{hits:.0%} prefix hits")
     power = [sample.power_w for sample in samples if sample.power_w is not None]
     if power:
         told.append(f"{sum(power) / len(power):,.0f} W on average")

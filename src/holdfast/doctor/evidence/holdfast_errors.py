@@ -23,6 +23,7 @@ RULE = "holdfast_error"
 BELOW_LINES = 6
 """After the message, in which the rest of it stands."""
 DOES_NOT_FIT, DIED = "HF110", "HF410"
+RANKS_WITHOUT_MEMORY = ("HF447", "HF448")
 _BELOW = re.compile(r"^\s*(needed|found|fix):\s+(\S.*)")
 _AMOUNT = re.compile(r"([\d.]+) ?([KMGT]iB|B)\b")
 _BUDGET = re.compile(r"([\d.]+ [KMGT]?i?B) of budget")
@@ -58,6 +59,8 @@ def refined(rule: Rule, words: Mapping[str, str]) -> str:
     """The cause, where one code has several: what does not fit is weights, all that is held beside KV, or KV."""
     if rule.code == DIED and "(signal 9)" in words.get("message", ""):
         return "host_ram_oom"  # Nobody else kills a process of its own accord.
+    if rule.code in RANKS_WITHOUT_MEMORY and "out of memory" in words.get("message", ""):
+        return "host_ram_oom"  # Of a GPU it is "out of GPU memory".
     needed, found = words.get("needed", ""), words.get("found", "")
     budget = _BUDGET.search(found)
     if rule.code != DOES_NOT_FIT or budget is None:

@@ -400,19 +400,23 @@ class EngineCore:
             stats = msgspec.structs.replace(
                 stats, pool_resizes_total=resizes.total, stood_still_s_total=resizes.stood_still_total_s
             )
-        if self._store_use is not None:
-            use, tiers = self._store_use(), self.scheduler.kv.tiers
-            if tiers is not None:  # These were not even brought to it.
-                reasons = use.dropped_by_reason | {"not brought": tiers.dropped_writes}
-                use = msgspec.structs.replace(
-                    use, dropped_writes_total=sum(reasons.values()), dropped_by_reason=reasons
-                )
+        if (use := self.kv_store_use()) is not None:
             stats = msgspec.structs.replace(stats, kv_store=use)
         links = [] if self._link_use is None else self._link_use()
         if self._vram is None:
             return msgspec.structs.replace(stats, links=links) if links else stats
         experts = None if self._expert_use is None else self._expert_use()
         return msgspec.structs.replace(stats, device_bytes=self._vram.own_bytes(), links=links, experts=experts)
+
+    def kv_store_use(self) -> KVStoreUse | None:
+        """Other processes change it too, also while this one has nothing to do. None: there is no store."""
+        if self._store_use is None:
+            return None
+        use, tiers = self._store_use(), self.scheduler.kv.tiers
+        if tiers is None:
+            return use
+        reasons = use.dropped_by_reason | {"not brought": tiers.dropped_writes}  # These were not even brought to it.
+        return msgspec.structs.replace(use, dropped_writes_total=sum(reasons.values()), dropped_by_reason=reasons)
 
     def close(self) -> None:
         self._in_flight.clear()

@@ -6,8 +6,8 @@
     HOLDFAST_FAULT_FAIL_LOADING=FILE    a start fails, with an error, while this file exists
     HOLDFAST_FAULT_STAND_STILL=FILE     the process stops itself, as by SIGSTOP, after as many tokens as this file says,
                                         which it removes; 0: also one that starts, before it is ready
-    HOLDFAST_FAULT_RANK_NO_MEMORY=FILE  while this file exists, which it removes, the next rank on a GPU that is not the
-                                        first finds no memory for a step
+    HOLDFAST_FAULT_RANK_NO_MEMORY=FILE  while this file exists, which it removes, the next rank that is not the first
+                                        finds no memory for a step, or for another size of the KV pool
 
 Without these variables nothing here does anything.
 """
@@ -35,6 +35,8 @@ FAIL_LOADING = "HOLDFAST_FAULT_FAIL_LOADING"
 STAND_STILL = "HOLDFAST_FAULT_STAND_STILL"
 RANK_NO_MEMORY = "HOLDFAST_FAULT_RANK_NO_MEMORY"
 EXIT_CODE = 139
+MORE_THAN_THERE_IS = 1 << 60
+"""Of bytes, on any machine."""
 
 log = logging.getLogger("holdfast")
 
@@ -63,14 +65,16 @@ def fail_loading() -> None:
         raise EngineError(f"this start fails on purpose: {FAIL_LOADING} names a file that exists")
 
 
-def lack_memory() -> None:
-    """Of a rank, as torch says it."""
+def lack_memory(*, on_gpu: bool) -> None:
+    """Of a rank. On a CPU it asks for more than there is anywhere; on a GPU it fails as torch would."""
     if (path := os.environ.get(RANK_NO_MEMORY)) is not None:
         try:
             Path(path).unlink()
         except FileNotFoundError:
             return
-        raise RuntimeError(f"CUDA out of memory, on purpose: {RANK_NO_MEMORY} named a file that existed")
+        if on_gpu:
+            raise RuntimeError(f"CUDA out of memory, on purpose: {RANK_NO_MEMORY} named a file that existed")
+        bytearray(MORE_THAN_THERE_IS)
 
 
 def _hang() -> None:

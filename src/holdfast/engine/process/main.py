@@ -25,13 +25,21 @@ from holdfast.engine.process import protocol
 from holdfast.engine.process.fault_injection import fail_loading, with_faults
 from holdfast.engine.startup.preload_torch import import_torch
 from holdfast.engine.startup.prespawn import cannot_start, shortage
-from holdfast.errors import DISK_FAILED, DoesNotFitError, EngineDiedError, HoldfastError, UnsupportedOptionError
+from holdfast.errors import (
+    DISK_FAILED,
+    RANK_WITHOUT_MEMORY,
+    DoesNotFitError,
+    EngineDiedError,
+    HoldfastError,
+    UnsupportedOptionError,
+)
 from holdfast.observability.line_format import log_as
 from holdfast.observability.nonblocking_output import unblock_output
 
 if TYPE_CHECKING:
     from holdfast.engine.core.kept_kv import KVKeeper
     from holdfast.engine.startup.build import FoundModel
+    from holdfast.records import EngineStats
 
 log = logging.getLogger("holdfast")
 
@@ -79,13 +87,13 @@ def run(address: str) -> int:
 def _serve_and_close(
     core: EngineCore, socket: zmq.Socket[bytes], heart: _Heart, keeper: KVKeeper | None = None
 ) -> None:
-    """A lost node or rank, or a disk that fails, is no fault of this program: it is said in a line, and where it was
-    noticed is for whoever looks for that. All else may be one, and keeps its traceback."""
+    """A lost node or rank, one without memory, or a disk that fails, is no fault of this program: it is said in a line,
+    and where it was noticed is for whoever looks for that. All else may be one, and keeps its traceback."""
     try:
         _serve(core, socket, heart, keeper)
     except HoldfastError as error:  # Whoever waits for an answer shall hear of it.
         socket.send(protocol.encode(protocol.StepFailed(protocol.pack_failure(error))))
-        if isinstance(error, EngineDiedError) or error.code == DISK_FAILED:
+        if isinstance(error, EngineDiedError) or error.code in (DISK_FAILED, RANK_WITHOUT_MEMORY):
             log.warning("%s; this engine ends [%s]", error.message, error.code)
             log.debug("where this was noticed", exc_info=True)
         else:
@@ -174,7 +182,8 @@ class _Heart:
 
 
 def _serve(core: EngineCore, socket: zmq.Socket[bytes], heart: _Heart, keeper: KVKeeper | None = None) -> None:
-    resizes, told = _Resizes(core, socket), None
+    resizes = _Resizes(core, socket)
+    told: EngineStats | None = None
     while True:
         if not core.has_work:
             socket.poll(IDLE_POLL_MS)
@@ -209,6 +218,10 @@ def _serve(core: EngineCore, socket: zmq.Socket[bytes], heart: _Heart, keeper: K
             core.check_ranks()
             core.balance_kv()
             core.breathe()
+            # Of a store that another process writes or prunes.
+            if (use := core.kv_store_use()) is not None and (told is None or use != told.kv_store):
+                told = core.stats()
+                socket.send(protocol.encode(protocol.StepOutputs([], told)))
         if (breathed := core.pop_breathed()) is not None:
             socket.send(protocol.encode(protocol.StepOutputs([], core.stats())))
             socket.send(protocol.encode(protocol.Breathed(breathed)))

@@ -13,13 +13,15 @@ from multiprocessing.connection import Connection
 import numpy
 
 from holdfast.config import EngineConfig
+from holdfast.engine.process.fault_injection import lack_memory
 from holdfast.engine.process.protocol import pack_failure
 from holdfast.engine.ranks import messages
 from holdfast.engine.ranks.cpu import LoadedRank, load_rank, measured
-from holdfast.engine.ranks.following import AskedPlaces, Follower
+from holdfast.engine.ranks.following import RAM, AskedPlaces, Follower
 from holdfast.engine.ranks.together import scales_found
 from holdfast.engine.startup.build import find_model
 from holdfast.errors import HoldfastError
+from holdfast.execution.memory import is_host_shortage
 from holdfast.execution.parallel.rank_link import Meeting, RankLink
 from holdfast.execution.parallel.sockets.gloo import open_store
 from holdfast.observability.line_format import log_as
@@ -75,7 +77,11 @@ class CpuFollower(Follower):
         )
         self._say(messages.RankLoaded(self._member.runner.weights_bytes))
 
+    def _lacked(self, error: Exception) -> str:
+        return RAM if is_host_shortage(error) else ""
+
     def _execute(self, plan: StepPlan) -> None:
+        lack_memory(on_gpu=False)
         self._asked.note(plan)
         for arrival in self._member.runner.execute(plan).adapters:
             self._say(messages.AdapterSettled(self._asked.pop(arrival.place), arrival))
@@ -98,6 +104,7 @@ class CpuFollower(Follower):
         if isinstance(order, messages.BackKV):
             runner.back_kv(order.blocks, order.most_blocks)
         elif isinstance(order, messages.ResizePool):
+            lack_memory(on_gpu=False)
             runner.resize_kv(order.blocks)
         self._say(messages.Done())
         return True

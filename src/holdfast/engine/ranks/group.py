@@ -22,7 +22,7 @@ from holdfast.config import EngineConfig
 from holdfast.engine.ranks import messages
 from holdfast.engine.ranks.children import RankHandle, RankProcess
 from holdfast.engine.ranks.cpu import segment_layout, threads_of
-from holdfast.errors import EngineDiedError, EngineError, EngineHungError
+from holdfast.errors import EngineDiedError, EngineHungError, HoldfastError
 from holdfast.execution.parallel.gpu.link import GpuRankLink
 from holdfast.execution.parallel.mailbox import Sender
 from holdfast.execution.parallel.rank_link import Meeting, RankLink
@@ -231,14 +231,14 @@ class RankGroup:
         assert isinstance(heard, messages.AdapterSettled), "nothing else is said without being asked"
         return heard
 
-    def explained(self, error: EngineError) -> EngineError:
+    def explained(self, error: HoldfastError) -> HoldfastError:
         """Of what failed in this rank because another did: the end of that one, which may be heard of a little later,
         or that it stands still."""
         until_s = time.monotonic() + HEARD_OF_S
         while time.monotonic() < until_s:
             try:
                 self.check()
-            except EngineError as cause:
+            except HoldfastError as cause:  # Also a refusal: of a start that this rank has no memory for.
                 return cause
             if stopped := [rank.name for rank in self._ranks if rank.stopped]:
                 return EngineHungError(f"{', '.join(stopped)} {NOT_COME}", found=error.message)
@@ -251,7 +251,7 @@ class RankGroup:
             if rank.ended:
                 raise self._died(rank)
 
-    def _died(self, rank: RankHandle) -> EngineError:
+    def _died(self, rank: RankHandle) -> HoldfastError:
         with contextlib.suppress(EOFError, OSError):
             while rank.connection.poll(LAST_WORDS_S):
                 heard = messages.decode_from_rank(rank.connection.recv_bytes())
@@ -315,7 +315,7 @@ class RankGroup:
         again = self._failed or sys.exc_info()[0] is not None
         if self._hub is not None:
             self._hub.expect_end(again=again)
-        with contextlib.suppress(EngineError):
+        with contextlib.suppress(HoldfastError):  # Whatever one has ended by, no other is left behind.
             self.timeout_s = LEAVE_S
             self.order(messages.Leave())
             _await_end(self._ranks, LEAVE_S)
@@ -333,10 +333,12 @@ class RankGroup:
 
 
 def _wants_store(config: EngineConfig, plan: Plan) -> bool:
-    """Whether ranks find one another by a port: for gloo, or for NCCL, which has no two ranks on one GPU, and no
-    stages."""
+    """Whether ranks find one another by a port: for gloo, for NCCL, which has no two ranks on one GPU, or for stages
+    on GPUs that turn out not to map one another's memory."""
     uuids = [gpu.uuid for gpu in plan.engine.rank_gpus]
-    return len(set(uuids)) == len(uuids) and not plan.engine.stages if uuids else config.disable_custom_all_reduce
+    if not uuids:
+        return config.disable_custom_all_reduce
+    return bool(plan.engine.stages) or len(set(uuids)) == len(uuids)
 
 
 def _await_end(ranks: Sequence[RankHandle], timeout_s: float) -> list[bool]:
@@ -345,8 +347,8 @@ def _await_end(ranks: Sequence[RankHandle], timeout_s: float) -> list[bool]:
     return [rank.await_end(until_s - time.monotonic()) for rank in ranks]
 
 
-def _told(rank: RankHandle, said: messages.RankFailed) -> EngineError:
+def _told(rank: RankHandle, said: messages.RankFailed) -> HoldfastError:
     """Why a rank has ended, in its own words and with its number."""
     error = said.failure.error()
     error.message = f"rank {rank.number}: {error.message}"
-    return error  # type: ignore[return-value]
+    return error

@@ -61,7 +61,7 @@ class ResizePool(msgspec.Struct, frozen=True, tag=True):
 
 
 class Serve(msgspec.Struct, frozen=True, tag=True):
-    """Of GPUs: all is ready, and another rank may let this one wait for so long; 0: for ever."""
+    """All is ready. Of GPUs: another rank may let this one wait for so long; 0: for ever."""
 
     limit_s: float
 

@@ -75,6 +75,13 @@ class LoadedRanks:
         if self.group is not None:
             self.group.answers(messages.Done)
 
+    def serve(self, blocks: int, most_blocks: int) -> None:
+        """With a pool of so many pages; the start is over."""
+        self.back_kv(blocks, most_blocks)
+        if self.group is not None:
+            self.group.order(messages.Serve(self.group.timeout_s))
+            self.group.answers(messages.Done)
+
     def find_kv_scales(self, config: EngineConfig, files: ModelFiles) -> tuple[Decision, ...]:
         """Of all ranks alike; nothing where pages need none."""
         if self.group is None:

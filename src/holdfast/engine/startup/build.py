@@ -341,7 +341,7 @@ def build_core(
         plan = replace(plan, decisions=(*plan.decisions, *ranks.find_kv_scales(config, model.files)))
         plan, report = _settled(plan, measured, lower_tiers(config, plan), available_bytes(config, plan, measured))
         report = msgspec.structs.replace(report, ranks=ranks.rows(model.spec, plan, measured))
-        ranks.back_kv(plan.engine.blocks, largest_pool(plan, memory().total_bytes * config.nnodes))
+        ranks.serve(plan.engine.blocks, largest_pool(plan, memory().total_bytes * config.nnodes))
         opened = open_kv_store(config, model.files, model.spec, plan, runner.kv_scales.digest_parts(), loaded_from)
     except BaseException:
         core_runner.close()

@@ -198,7 +198,7 @@ def _build(
         )
         if hosts is not None:
             progress("calibrate", 0, 0)
-            hosts.calibrate()
+            hosts.calibrate(beat or (lambda: None))
             plan = replace(plan, decisions=(*plan.decisions, hosts.decision))
         return runner, plan, report, arbiter
     except BaseException:

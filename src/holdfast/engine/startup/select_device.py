@@ -72,9 +72,17 @@ def settle_device(
 
 
 def _settled(config: EngineConfig, here: NvidiaMachine | None, build: TorchBuild | None) -> EngineConfig:
-    if config.device == "cpu" or (config.device == "auto" and _of_ram_alone(config)):
-        return replace(config, device="cpu")
+    if config.device == "cpu":
+        return config
     machine = probe() if here is None else here
+    if config.device == "auto" and _of_ram_alone(config):
+        if machine.gpus and _problem(machine, torch_build() if build is None else build) is None:
+            log.warning(
+                "using the CPU, and not %s: --ram alone is the budget of a server on the CPU; --device cuda uses the"
+                " GPU, with --ram for what waits in RAM beside it",
+                " or ".join(dict.fromkeys(gpu.name for gpu in machine.gpus)),
+            )
+        return replace(config, device="cpu")
     if not machine.gpus and config.device == "auto":
         return replace(config, device="cpu")  # With --vram the plan says what to set instead.
     problem = _problem(machine, torch_build() if build is None else build)

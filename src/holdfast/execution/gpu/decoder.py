@@ -116,8 +116,8 @@ class GpuDecoder:
         spare = max(inner.gate_up, self._normed, key=torch.Tensor.numel)
         self.attention = GpuAttention(spec, layout, limits, slots, device, spare)
         expanded_to = inner.gate_up if expands_whole(device) else None
-        largest = None if share is None else share.largest_of_parts
-        scratch = Scratch(weights.dtype, device, tokens, expanded_to, spec.activation, largest)
+        asked = (None, None) if share is None else (share.largest_of_parts, share.whole_of_rows)
+        scratch = Scratch(weights.dtype, device, tokens, expanded_to, spec.activation, *asked)
         self._embed, self._head = gpu_linear(weights.embed, scratch), gpu_linear(weights.head, scratch)
         self._scratch = scratch
         self._final_norm = weights.final_norm
@@ -253,9 +253,12 @@ class GpuDecoder:
         whole = self.spec.decoder.query_key_norm == "whole"
         if whole and weights.query_norm is not None and weights.key_norm is not None:
             query, key = qkv[:, : self._query], qkv[:, self._query : self._query + self._kv]
-            # Each row is read whole before it is written.
-            kernels.rms_norm(query, weights.query_norm, self.spec.norm_eps, query)
-            kernels.rms_norm(key, weights.key_norm, self.spec.norm_eps, key)
+            if self._share is not None:
+                both = weights.query_norm, weights.key_norm
+                self._share.norm_heads_together(query, key, both, self.spec.norm_eps)
+            else:  # Each row is read whole before it is written.
+                kernels.rms_norm(query, weights.query_norm, self.spec.norm_eps, query)
+                kernels.rms_norm(key, weights.key_norm, self.spec.norm_eps, key)
         return qkv, self._attended[:count]
 
     def _add_attended(self, layer: _Layer, attended: torch.Tensor, stream: torch.Tensor) -> None:

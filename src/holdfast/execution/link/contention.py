@@ -24,6 +24,8 @@ MOST_WINDOW_S = 5.0
 """For them to end; where they do not the GPU hangs."""
 MOST_COPYING_S = 20.0
 """In all, whatever the other thread does."""
+BEAT_S = 0.2
+"""A start is watched: who waits says as often as that it does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,16 @@ class Together:
     host_s: float
     """Of the work that was timed."""
     link_bytes_per_s: float
+
+
+def wait_beating(event: threading.Event, patience_s: float, beat: Callable[[], None]) -> bool:
+    """Whether it is set within that time."""
+    ends_s = time.monotonic() + patience_s
+    while not event.wait(max(0.0, min(BEAT_S, ends_s - time.monotonic()))):
+        if time.monotonic() >= ends_s:
+            return False
+        beat()
+    return True
 
 
 class BesideCopies:
@@ -48,12 +60,12 @@ class BesideCopies:
 
     # The thread that launches steps.
 
-    def copy(self, bring: Callable[[], tuple[float, int]], patience_s: float) -> None:
+    def copy(self, bring: Callable[[], tuple[float, int]], patience_s: float, beat: Callable[[], None]) -> None:
         """Until the other thread is done, which has so long to ask for copies. `bring`: copies something, and returns
-        the seconds and bytes of all copies so far when it has arrived."""
+        the seconds and bytes of all copies so far when it has arrived. `beat`: called again and again."""
         try:
             self._calm.set()
-            if not self._asked.wait(patience_s):
+            if not wait_beating(self._asked, patience_s, beat):
                 self.why_not = f"nothing was there to be timed within {patience_s:g} s"
                 return
             ends_s = time.monotonic() + MOST_COPYING_S
@@ -63,6 +75,7 @@ class BesideCopies:
                     return
                 self._arrived.append(bring())
                 self._first.set()
+                beat()
         except (HoldfastError, RuntimeError) as error:
             self.why_not = f"copies failed: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
         except BaseException:

@@ -14,6 +14,7 @@ from holdfast.execution.parallel.pipeline import PipelineStage
 from holdfast.execution.parallel.segment import Segment, StageSegment, Watch
 from holdfast.execution.parallel.shared_memory import SharedMemoryCollectives
 from holdfast.execution.parallel.sockets.gloo import LOOPBACK, GlooCollectives
+from holdfast.execution.parallel.sockets.guards import Guards, open_guards
 from holdfast.execution.parallel.sockets.spread import Spread
 from holdfast.execution.parallel.sockets.stage_lines import open_lines
 
@@ -44,6 +45,7 @@ class RankLink:
         self._shared = SharedMemoryCollectives(shared, self.place, watch) if several else None
         self.collectives: Collectives | None = self._shared
         self.stage = PipelineStage(segment, rank, watch) if layout.stages > 1 else None
+        self._guards = Guards({})
 
     def meet(self, meeting: Meeting, *, all_by_gloo: bool) -> None:
         """What cannot go through memory goes by sockets: sums of ranks on several nodes (`all_by_gloo`: all sums), and
@@ -61,12 +63,26 @@ class RankLink:
                 )
             )
         if self._shared is not None and (all_by_gloo or self.spread.sums_cross(self.stage_index)):
+            self._guard(meeting)
             own = torch.distributed.PrefixStore(f"stage{self.stage_index}", meeting.store)
             size = self._segment.layout.tensor_parallel
-            # Rank 0 has the clock, and hears of nodes that are lost; the others end with their node's agent.
-            watch = self._watch if self._rank == 0 else None
-            self.collectives = GlooCollectives(own, self.place, size, meeting.timeout_s, meeting.host, watch)
+            self.collectives = GlooCollectives(own, self.place, size, meeting.timeout_s, meeting.host, self._look)
             self._shared = None
+
+    def _guard(self, meeting: Meeting) -> None:
+        """The ways to those of its stage that are on other nodes."""
+        node, stage = self.spread.node_of(self._rank), self.spread.ranks_in(self.stage_index)
+        others = [other for other in stage if self.spread.node_of(other) != node]
+        self._guards = open_guards(
+            meeting.store, self._rank, others, host=meeting.host, key=meeting.key, watch=self._watch
+        )
+
+    def _look(self, waited_s: float) -> None:
+        """While gloo waits. Rank 0 has the clock, and hears of nodes that are lost; the others end with their node's
+        agent, and where they do not reach one another."""
+        if self._rank == 0:
+            self._watch(waited_s)
+        self._guards.check()
 
     def give_up(self) -> None:
         """When another rank has ended. Nothing to do: all waiting here ends with the alarm."""
@@ -75,6 +91,7 @@ class RankLink:
         """Sockets to ranks of other nodes; nobody computes any more."""
         if self.stage is not None:
             self.stage.close()
+        self._guards.close()
 
     @property
     def resumes(self) -> bool:

@@ -23,7 +23,7 @@ from functools import partial
 import torch
 
 from holdfast.errors import HoldfastError
-from holdfast.execution.link.contention import BesideCopies, Together
+from holdfast.execution.link.contention import BesideCopies, Together, wait_beating
 from holdfast.execution.native import ComputeThreads, ExpertLayer, measure_layers
 from holdfast.execution.streaming.device_layers import DeviceLayers
 from holdfast.execution.streaming.expert_exchange import LayerExchange
@@ -188,14 +188,15 @@ class HostMlps:
         self._room = self._offer.room
         self._thread.start()
 
-    def calibrate(self) -> None:
+    def calibrate(self, beat: Callable[[], None] = lambda: None) -> None:
         """By the thread that launches steps, before the first, and after `begin`: layers come as for steps while the
-        cores are timed, for about a second. What is worth it is decided then."""
+        cores are timed, for about a second, or for half a minute where all is slow. What is worth it is decided then.
+        `beat`: called again and again meanwhile."""
         with torch.inference_mode(), torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
-            self._beside.copy(self._streamed.bring_more, LOADED_PATIENCE_S)
+            self._beside.copy(self._streamed.bring_more, LOADED_PATIENCE_S, beat)
             self._streamed.link.settle()  # Raises where the GPU has failed for good.
         if self._beside.asked:
-            self._chosen.wait(CHOSEN_PATIENCE_S)
+            wait_beating(self._chosen, CHOSEN_PATIENCE_S, beat)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Until it is decided."""

@@ -43,7 +43,10 @@ class Asked:
     device: str = "auto"
     """auto, cpu or cuda."""
     ranks: int = 1
-    """Tensor-parallel times pipeline-parallel size: how many GPUs are meant where no number is written."""
+    """Of one machine: how many GPUs are meant where no number is written."""
+    replicas: int = 1
+    nodes: int = 1
+    """That the ranks are of, for words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +163,7 @@ def _of_catalogue(
         for index, gpu in enumerate(group.gpu for group in groups for _ in range(group.count))
     ]
     decisions = [_catalogue_decision(group, name) for group, name in zip(groups, names, strict=True)]
-    return tuple(devices), (*decisions, *_added(total, len(devices), groups[0].gpu.key))
+    return tuple(devices), (*decisions, *_added(total, len(devices), groups[0].gpu.key, asked))
 
 
 def _require_one_machine(groups: Sequence[gpus.Gpus]) -> None:
@@ -180,11 +183,14 @@ def _require_one_machine(groups: Sequence[gpus.Gpus]) -> None:
     )
 
 
-def _added(named: int, planned: int, name: str) -> Iterator[Decision]:
+def _added(named: int, planned: int, name: str, asked: Asked) -> Iterator[Decision]:
     """Where no number was written, and the split that was asked for takes more than one."""
-    if planned > named:
-        reason = f"one {name} was given, but -tp x -pp needs {planned}: planned for {planned}, as with {name}x{planned}"
-        yield Decision("gpus", planned, reason, "set")
+    if planned <= named:
+        return
+    sizes = "-tp x -pp x -dp needs" if asked.replicas > 1 else "-tp x -pp needs"
+    each, on = ("", "") if asked.nodes == 1 else (" of each node", f" on each of {asked.nodes} nodes")
+    reason = f"one {name} was given, but {sizes} {planned}{on}: planned for {planned}, as with {name}x{planned}"
+    yield Decision("gpus", f"{planned}{each}", reason, "set")
 
 
 def _catalogue_device(index: int, gpu: gpus.Gpu, budget: int | None) -> Device:
@@ -228,7 +234,7 @@ def _of_size(asked: Asked, vram: int, count: int | None) -> tuple[tuple[Device, 
     )
     reason = "usable memory of an unspecified GPU: its speed is not known"
     chosen = Decision("gpu", f"{number} x {format_bytes(vram)}", reason, "set")
-    return devices, (chosen, *_added(count or 1, number, str(asked.vram)))
+    return devices, (chosen, *_added(count or 1, number, str(asked.vram), asked))
 
 
 # This machine

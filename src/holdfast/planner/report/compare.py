@@ -36,11 +36,9 @@ def compare_lines(answers: Sequence[PlanAnswer], width: int = 80, colour: bool =
     lengths = {answer.fit.usual_tokens for answer in answers if answer.fit.limits.max_model_len}
     if not lengths:
         return found
-    each = (
-        counted(lengths.pop(), "token")
-        if len(lengths) == 1
-        else "4,096 tokens, or the length of the context or traffic"
-    )
+    # A plan with a shorter context, or with layers that are streamed, is counted with shorter ones.
+    fewest, most = min(lengths), max(lengths)
+    each = counted(most, "token") if fewest == most else f"{fewest:,} to {most:,} tokens, each plan's own,"
     return found + wrapped(f"at once: sequences of {each} that fit in the KV cache", width, "", "  ")
 
 

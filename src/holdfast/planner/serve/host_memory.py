@@ -70,13 +70,13 @@ def _node_lines_bytes(plan: Plan, config: EngineConfig) -> int:
 def _with_node_lines(plan: Plan, machine: Memory, lines: int, others: int) -> Plan:
     if others + HOST_ENGINE_BYTES + lines > machine.available_bytes:
         raise DoesNotFitError(
-            "what stages hand on to other nodes does not fit in RAM, where it passes through",
+            "what stages hand on to one another through RAM does not fit there",
             needed=f"{format_bytes(lines)}, pinned, beside {format_bytes(others + HOST_ENGINE_BYTES)} of the server",
             found=f"{format_bytes(machine.available_bytes)} free ({machine.limited_by})",
             fix="a smaller --max-num-batched-tokens",
             field="max_num_batched_tokens",
         )
-    said = "host RAM of each node through which stages hand on to others; pinned while it serves"
+    said = "host RAM of each node through which stages hand on to one another; pinned while it serves"
     return replace(plan, decisions=(*plan.decisions, Decision("node_lines", format_bytes(lines), said, "planner")))
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 
 from holdfast.checkpoints import Packing, StoredTensor, packing_of
 from holdfast.config import EngineConfig
@@ -37,7 +36,7 @@ def refuse_with_ranks(
         return
     for field, what, fix in (
         *_of_settings(config),
-        *(_of_gpus(config, _divided(config, spec), stored) if config.device == "cuda" else ()),
+        *(_of_gpus(config) if config.device == "cuda" else ()),
         *(_of_divided_layers(config, spec, stored) if config.tensor_parallel_size > 1 else ()),
         *_of_machine(config, compiled_kernels, system or sys.platform),
     ):
@@ -94,17 +93,10 @@ def _of_settings(config: EngineConfig) -> Iterator[_Reason]:
         yield field, reason, f"leave --{field.replace('_', '-')} out, or {ONE_RANK}"
 
 
-def _divided(config: EngineConfig, spec: ModelSpec) -> ModelSpec:
-    """Without what no rank has a part of: whole experts are multiplied as on one rank."""
-    if not config.enable_expert_parallel:
-        return spec
-    return replace(spec, tensors=tuple(tensor for tensor in spec.tensors if not tensor.experts))
-
-
-def _of_gpus(config: EngineConfig, spec: ModelSpec, stored: Mapping[str, StoredTensor] | None) -> Iterator[_Reason]:
-    if config.pipeline_parallel_size > 1:
-        yield from _of_gpu_stages(config)
+def _of_gpus(config: EngineConfig) -> Iterator[_Reason]:
     divided = config.tensor_parallel_size > 1
+    if divided and config.pipeline_parallel_size > 1:
+        yield from _of_gpu_stages(config)
     size, ranks = config.tensor_parallel_size, config.tensor_parallel_size * config.pipeline_parallel_size
     if divided and ranks // config.nnodes % size:
         reason = (
@@ -112,15 +104,6 @@ def _of_gpus(config: EngineConfig, spec: ModelSpec, stored: Mapping[str, StoredT
             " not leave a machine, and not by NCCL between nodes yet"
         )
         yield "tensor_parallel_size", reason, f"-pp {config.nnodes}, with -tp for the GPUs of one node, or --device cpu"
-    if divided and spec.decoder.query_key_norm == "whole":
-        reason = "this model norms the queries of all heads together, which ranks on GPUs do not yet"
-        yield "tensor_parallel_size", reason, ONE_RANK
-    packings = [_packing(tensor, spec, stored) for tensor in spec.tensors]
-    if divided and any(one is not None and one.act_order for one in packings):
-        reason = (
-            "the columns of these weights have an order of their own (act-order), which ranks on GPUs do not gather yet"
-        )
-        yield "tensor_parallel_size", reason, f"--device cpu, or {ONE_RANK}"
     offload = offload_request(config)
     if offload.by_hand or offload.experts_by_hand:
         reason = "layers and experts that wait in RAM are not divided among ranks yet"
@@ -131,15 +114,18 @@ def _of_gpus(config: EngineConfig, spec: ModelSpec, stored: Mapping[str, StoredT
 
 
 def _of_gpu_stages(config: EngineConfig) -> Iterator[_Reason]:
-    """They hand on through memory that they map of one another, and in no other way."""
+    """Those of several ranks add up through memory that all ranks of a node map of one another, and in no other way."""
+    size = config.tensor_parallel_size * config.pipeline_parallel_size
+    alone = f"-tp 1 -pp {size}, whose stages hand on through RAM"
     if config.disable_custom_all_reduce:
-        reason = "stages on GPUs hand on over CUDA IPC, which --disable-custom-all-reduce rules out"
-        yield "disable_custom_all_reduce", reason, f"leave --disable-custom-all-reduce out, or {ONE_RANK}"
+        reason = "stages of several GPUs add up over CUDA IPC, which --disable-custom-all-reduce rules out"
+        yield "disable_custom_all_reduce", reason, f"leave --disable-custom-all-reduce out, or {alone}"
     ranks = config.tensor_parallel_size * config.pipeline_parallel_size // config.nnodes
     if ranks > MOST_EXCHANGE_RANKS:
         where = " of one node" if config.nnodes > 1 else ""
         reason = f"{ranks} ranks on GPUs{where} are more than the {MOST_EXCHANGE_RANKS} that map one another's memory"
-        yield "pipeline_parallel_size", reason, "smaller sizes"
+        several = f"--nnodes with no more than {MOST_EXCHANGE_RANKS} on each, which may be on one machine"
+        yield "pipeline_parallel_size", reason, f"{several}, or {alone}"
 
 
 def _of_divided_layers(

@@ -136,6 +136,7 @@ class RankShares:
             exchange += gpu.exchange_memory_bytes(self.gpu_slot_bytes(limits, dtype=dtype))
             vocab, ranks = self.shards[0].vocab_rows, len(self.shards)
             exchange += gpu.beside_ranks_bytes(self.spec, limits, vocab, ranks, dtype=dtype)
+            exchange += max(_gathered_on_gpu(self.spec, one, limits, dtype=dtype) for one in self.weights)
         if self.stages:
             stream = self.stream_bytes(limits, dtype=dtype) if len(self.stages) > nodes else 0
             answer = self.gpu_answer_bytes(limits, dtype=dtype) if nodes == 1 else 0
@@ -339,6 +340,14 @@ def _gathered_bytes(whole: ModelSpec, spec: ModelSpec, limits: Limits, *, dtype:
     """Of the whole rows that ranks gather, and of those of one rank's columns in their order."""
     widest = max(sum(_widths(one)[place] for one in (whole, spec)) for place in range(2))
     return min(limits.max_num_batched_tokens, cpu.MLP_TILE) * widest * cpu.ELEMENT_BYTES[dtype]
+
+
+def _gathered_on_gpu(whole: ModelSpec, one: EngineWeights, limits: Limits, *, dtype: str) -> int:
+    """For o and down, one after the other."""
+    if not one.gathers_inputs():
+        return 0
+    widths = max(_widths(whole)), max(_widths(one.spec))
+    return gpu.gathered_rows_bytes(*widths, limits, dtype=dtype)
 
 
 def _widths(spec: ModelSpec) -> tuple[int, int]:

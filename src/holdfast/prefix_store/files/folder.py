@@ -67,11 +67,15 @@ class StoreFolder:
         self._thread_lock = threading.Lock()
         self.seen = Control()
         """The numbers as last read or written."""
+        self._read = b""
+        """The bytes of them."""
         self.read_only: str = ""
         """Why it is, where it is."""
         self._lock = self._control = -1
+        self._reopens = False
+        """The lock's file was closed because it could not be unlocked."""
         try:
-            self._lock = calls.open(path / LOCK, os.O_RDWR | os.O_CREAT)
+            self._lock = self._open_lock()
             self._control = calls.open(path / CONTROL, os.O_RDWR | os.O_CREAT)
         except OSError as error:
             self.read_only = error.strerror or str(error)
@@ -81,11 +85,13 @@ class StoreFolder:
         """Alone among threads and processes. BusyError; OSError."""
         timeout_s = self._lock_s if timeout_s is None else timeout_s
         until = time.monotonic() + timeout_s
-        if self._lock < 0:
+        if self._lock < 0 and not self._reopens:
             raise OSError(errno.EROFS, self.read_only)
         if not self._thread_lock.acquire(timeout=timeout_s):
             raise BusyError
         try:
+            if self._reopens:
+                self._lock, self._reopens = self._open_lock(), False
             while not self._calls.try_lock(self._lock, fcntl.LOCK_EX):
                 if time.monotonic() > until:
                     raise BusyError
@@ -93,29 +99,55 @@ class StoreFolder:
             try:
                 yield
             finally:
-                with contextlib.suppress(OSError):  # Closing the file would do it, too.
-                    self._calls.try_lock(self._lock, fcntl.LOCK_UN)
+                self._unlock()
         finally:
             self._thread_lock.release()
 
+    def _open_lock(self) -> int:
+        return self._calls.open(self.path / LOCK, os.O_RDWR | os.O_CREAT)
+
+    def _unlock(self) -> None:
+        try:
+            self._calls.try_lock(self._lock, fcntl.LOCK_UN)
+        except OSError:  # Closing the file does it, too. Else all others would wait until this process ends.
+            with contextlib.suppress(OSError):
+                self._calls.close(self._lock)
+            self._lock, self._reopens = -1, True
+
+    def changed(self) -> bool:
+        """Whether the numbers are others than those last read or written. Without the lock."""
+        return self._read_control() != self._read
+
+    def look(self) -> None:
+        """`seen` as it is now. Without the lock: what another is writing just then is not taken."""
+        data = self._read_control()
+        if (found := self._decoded(data)) is not None:
+            self.seen, self._read = found, data
+
     def control(self) -> Control:
         """As of today. Where it is damaged, the budget begins anew, and bytes in use are to be counted."""
-        now_s = self._calls.now()
-        data = b"" if self._control < 0 else self._calls.read(self._control, _CONTROL.size + 4, 0)
+        self._read = self._read_control()
+        self.seen = self._decoded(self._read) or Control().on(self._calls.now())
+        return self.seen
+
+    def _decoded(self, data: bytes) -> Control | None:
+        """None: it is damaged."""
         if len(data) == _CONTROL.size + 4 and zlib.crc32(data[:-4]) == int.from_bytes(data[-4:], "little"):
             magic, *numbers = _CONTROL.unpack(data[:-4])
             if magic == _MAGIC:
-                self.seen = Control(*numbers).on(now_s)
-                return self.seen
-        self.seen = Control().on(now_s)
-        return self.seen
+                return Control(*numbers).on(self._calls.now())
+        return None
 
     def set_control(self, control: Control) -> None:
         """Under the lock."""
         numbers = (control.total_bytes, control.day, control.written_bytes, control.read_rate, control.write_rate)
         data = _CONTROL.pack(_MAGIC, *numbers)
-        self._calls.write(self._control, data + zlib.crc32(data).to_bytes(4, "little"), 0)
-        self.seen = control
+        data += zlib.crc32(data).to_bytes(4, "little")
+        self._calls.write(self._control, data, 0)
+        self.seen, self._read = control, data
+
+    def _read_control(self) -> bytes:
+        return b"" if self._control < 0 else self._calls.read(self._control, _CONTROL.size + 4, 0)
 
     def slab_names(self) -> list[str]:
         return sorted(name.removesuffix(".index") for name in self._calls.names(self.path) if name.endswith(".index"))
@@ -126,6 +158,7 @@ class StoreFolder:
                 with contextlib.suppress(OSError):
                     self._calls.close(file)
         self._lock = self._control = -1
+        self._reopens = False
         self.read_only = "closed"
 
 

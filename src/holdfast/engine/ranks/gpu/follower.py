@@ -5,24 +5,23 @@ from __future__ import annotations
 from holdfast.config import EngineConfig
 from holdfast.engine.process.fault_injection import lack_memory
 from holdfast.engine.ranks import messages
-from holdfast.engine.ranks.following import AskedPlaces, Follower
+from holdfast.engine.ranks.following import RAM, VRAM, AskedPlaces, Follower
 from holdfast.engine.ranks.gpu.rank import START_LIMIT_S, OpenedGpu, load_gpu_rank, profile_gpu_rank
 from holdfast.engine.ranks.together import scales_found
 from holdfast.engine.startup.build import find_model
-from holdfast.errors import EngineDiedError, EngineError
+from holdfast.errors import EngineDiedError
 from holdfast.execution.gpu.memory.oom import is_shortage
+from holdfast.execution.memory import is_host_shortage
 from holdfast.execution.parallel.gpu.staged_runner import StagedGpuRunner
 from holdfast.execution.parallel.rank_link import Meeting
 from holdfast.execution.parallel.sockets.gloo import open_store
-from holdfast.records import AdapterArrival, StepPlan
-
-NO_MEMORY = "HF447"
+from holdfast.records import StepPlan
 
 
 class GpuFollower(Follower):
     def _load(self, start: messages.StartRank) -> None:
         config = EngineConfig(**start.config)  # type: ignore[arg-type]
-        self._config, self._plan = config, start.plan
+        self._config = config
         self._ready, self._asked = False, AskedPlaces()
         opened = OpenedGpu(config, start.plan, start.rank)
         self._say(messages.RankOpened(opened.handle, opened.against))
@@ -43,22 +42,14 @@ class GpuFollower(Follower):
     def _execute(self, plan: StepPlan) -> None:
         self._member.runner.check()
         self._asked.note(plan)
-        for arrival in self._launch(plan):
+        lack_memory(on_gpu=True)
+        for arrival in self._member.runner.submit(plan).adapters:
             self._say(messages.AdapterSettled(self._asked.pop(arrival.place), arrival))
 
-    def _launch(self, plan: StepPlan) -> list[AdapterArrival]:
-        try:
-            lack_memory()
-            return self._member.runner.submit(plan).adapters
-        except RuntimeError as error:
-            if not is_shortage(error):
-                raise
-            raise EngineError(
-                "out of GPU memory in a step, which all ranks have begun",
-                code=NO_MEMORY,
-                found=str(error).splitlines()[0],
-                fix="stop other processes that use the GPUs, or lower --gpu-memory-utilization or --vram",
-            ) from error
+    def _lacked(self, error: Exception) -> str:
+        if is_host_shortage(error):
+            return RAM
+        return VRAM if is_shortage(error) else ""
 
     def _note_sampled(self, sampled: messages.Sampled) -> None:
         """Ranks of the first stage alone look embeddings up."""
@@ -80,6 +71,7 @@ class GpuFollower(Follower):
         if isinstance(order, messages.BackKV):
             runner.back_kv(order.blocks)
         elif isinstance(order, messages.ResizePool):
+            lack_memory(on_gpu=True)
             runner.resize_kv(order.blocks)
         elif isinstance(order, messages.Serve):
             self._member.joined.limit(order.limit_s)

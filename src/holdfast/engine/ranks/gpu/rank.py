@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from holdfast.checkpoints import ModelFiles, open_checkpoint
 from holdfast.config import EngineConfig
+from holdfast.config.unsupported import NOT_WITH_RANKS
 from holdfast.engine.ranks.messages import Measured
-from holdfast.errors import EngineError
+from holdfast.errors import ConfigurationError, EngineError
 from holdfast.execution.batch import RunnerLimits
 from holdfast.execution.device import DTYPES, KV_DTYPES
 from holdfast.execution.gpu.cuda.module import DriverError
@@ -23,6 +24,7 @@ from holdfast.execution.parallel.gpu.lines import ExchangeLines, LineTo
 from holdfast.execution.parallel.gpu.nccl import NcclCollectives, nccl_available
 from holdfast.execution.parallel.gpu.node_lines import NodeLine, NodeLineIn, NodeLineOut, pinned_line
 from holdfast.execution.parallel.gpu.peer_memory import PeerMemory
+from holdfast.execution.parallel.gpu.row_norms import GpuRowNorms
 from holdfast.execution.parallel.gpu.share import GpuRankShare
 from holdfast.execution.parallel.gpu.stage import GpuStage, rank_before, rank_behind
 from holdfast.execution.parallel.gpu.staged_runner import StagedGpuRunner
@@ -118,8 +120,8 @@ class OpenedGpu:
         return ""
 
     def join(self, meeting: Meeting | None, against: str, limit_s: float, watch: Watch) -> JoinedGpus:
-        """`meeting`: for NCCL, and for ranks of other nodes; None: ranks share a GPU, which NCCL does not have, or have
-        stages on one node. `against`: why no rank maps the memory of others; empty: all have. `watch`: called while
+        """`meeting`: for NCCL, and for stages that share no memory; None: ranks share a GPU, which NCCL does not have,
+        and have no stages. `against`: why no rank maps the memory of others; empty: all have. `watch`: called while
         ranks of other nodes are awaited."""
         if against and self._peers is not None:
             self._peers.close()
@@ -131,8 +133,10 @@ class OpenedGpu:
     def _join_stages(self, meeting: Meeting | None, against: str, watch: Watch) -> JoinedGpus:
         engine = self._plan.engine
         count, each, memory = len(engine.stages), max(1, len(engine.shards)), self._peers
-        if against:
+        if against and each > 1:
             raise _no_exchange(against, self._spread)
+        if against:  # Stages of one rank each: what they hand on goes through RAM, as it does to other nodes.
+            self._node = range(self.rank, self.rank + 1)
         collectives = None
         if each > 1:
             index, place = divmod(self.rank, each)
@@ -200,20 +204,18 @@ class OpenedGpu:
         return large if small is None else SmallAndLarge(small, large, self._plan.engine.slot_bytes)
 
 
-def _no_exchange(against: str, spread: Spread) -> EngineError:
-    """Of stages. `against`: why GPUs do not map one another's memory."""
+def _no_exchange(against: str, spread: Spread) -> ConfigurationError:
+    """Of stages of several ranks. `against`: why GPUs do not map one another's memory."""
+    instead = f"-tp 1 -pp {spread.size}, whose stages hand on through RAM"
     if spread.nodes == 1:
-        return EngineError(
-            "stages on GPUs hand on over CUDA IPC alone, which cannot be had",
-            found=against,
-            fix="--tensor-parallel-size in place of --pipeline-parallel-size, or --device cpu",
-        )
-    # Between nodes it is sockets; on each it is sums of a stage, or what stages of the same node hand on.
-    return EngineError(
-        "GPUs of one node exchange numbers over CUDA IPC alone, which cannot be had",
-        needed=f"peer access among the {spread.each} GPUs of each node",
+        instead += f", or -tp {spread.size} alone, which adds up by NCCL"
+    return ConfigurationError(
+        f"stages of {spread.tensor_parallel} GPUs each add up over CUDA IPC alone, which cannot be had",
+        code=NOT_WITH_RANKS,
+        needed=f"peer access among the {spread.each} GPUs of {'this machine' if spread.nodes == 1 else 'each node'}",
         found=against,
-        fix=f"one GPU of each node (-tp 1 -pp {spread.nodes}), or more nodes with one each; or --device cpu",
+        fix=f"{instead}; or --device cpu",
+        field="pipeline_parallel_size",
     )
 
 
@@ -243,14 +245,12 @@ def load_gpu_rank(
     own, layout = rank_spec(spec, *plan.engine.part_of(opened.rank)), plan.engine.layout_of(opened.rank)
     share = None
     if joined.collectives is not None:
-        share = GpuRankShare(
-            joined.collectives,
-            [shard.vocab for shard in shards],
-            limits.max_num_seqs,
-            limits.max_num_batched_tokens,
-            dtype,
-            opened.device,
-        )
+        tokens, norms = limits.max_num_batched_tokens, None
+        if spec.decoder.query_key_norm == "whole":
+            kv_heads = [shard.kv_heads for shard in shards]
+            norms = GpuRowNorms(joined.collectives, spec, kv_heads, tokens, opened.device)
+        vocab = [shard.vocab for shard in shards]
+        share = GpuRankShare(joined.collectives, vocab, limits.max_num_seqs, tokens, dtype, opened.device, norms)
     stored = contextlib.nullcontext() if config.load_format == "dummy" else open_checkpoint(files)
     with stored as checkpoint:
         weights = load_weights(

@@ -25,7 +25,7 @@ from holdfast.execution.gpu.memory.accounting import GpuMemory
 from holdfast.execution.gpu.memory.oom import finish
 from holdfast.execution.parallel.gpu.link import GpuRankLink
 from holdfast.execution.parallel.gpu.together import exchange_decisions
-from holdfast.footprint.gpu import node_lines_bytes
+from holdfast.footprint.gpu import host_lines_bytes, node_lines_bytes
 from holdfast.hardware import memory
 from holdfast.models import ModelSpec
 from holdfast.models.stages import rank_spec
@@ -112,7 +112,7 @@ def build_gpu_ranks(
         group.answers(messages.Done)
         ready = first.opened.memory.held()
         terms = {**own.terms, "kv_pool": first.runner.kv.nbytes}
-        report = report_of(plan, terms, first.loaded, ready, _lines_in_ram(plan, config.nnodes))
+        report = report_of(plan, terms, first.loaded, ready, _lines_in_ram(plan, config.nnodes, first.against))
         report = _with_ranks(report, spec, plan, group, measured)
     except BaseException:
         link.give_up()
@@ -179,10 +179,13 @@ def _settled(plan: Plan, measured: list[Measured]) -> Plan:
     return settle_pool(plan, min(room), most)
 
 
-def _lines_in_ram(plan: Plan, nodes: int) -> list[LowerTier]:
-    """Of the head: what goes to other nodes and comes from them passes through."""
+def _lines_in_ram(plan: Plan, nodes: int, against: str) -> list[LowerTier]:
+    """Of the head: what goes to other nodes and comes from them passes through, and where GPUs map nothing of one
+    another (`against`) what goes to any other."""
     engine, host = plan.engine, memory()
     planned = node_lines_bytes(engine.stream_bytes, engine.answer_bytes, plan.tensor_parallel, nodes)
+    if against and engine.stages:
+        planned = host_lines_bytes(engine.stream_bytes, engine.answer_bytes, len(engine.stages) // nodes, nodes)
     if not planned:
         return []
     return [

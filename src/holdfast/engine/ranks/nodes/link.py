@@ -15,12 +15,14 @@ import msgspec
 
 from holdfast.engine.ranks.messages import StartRank
 from holdfast.engine.ranks.nodes import messages
-from holdfast.engine.ranks.nodes.wire import LOST_S, Wire
+from holdfast.engine.ranks.nodes.wire import Wire
 from holdfast.errors import EngineDiedError
 from holdfast.execution.parallel.segment import Segment
 from holdfast.records import Failure
 from holdfast.units import shorten
 
+STILL_S = 15.0
+"""Without a sign of an agent whose machine answers: then it stands still."""
 HEARD_S = 2.0
 """For a node to hear that it is over, and to close its side."""
 STARTED_S = 30.0
@@ -146,12 +148,12 @@ class NodeLink:
 
     def listen(self) -> None:
         """Until it is lost, or closed."""
-        self._wire.wait_at_most(LOST_S)
+        self._wire.wait_at_most(STILL_S)
         try:
             while True:
                 self._hear(messages.decode_from_agent(self._wire.receive()))
         except TimeoutError:
-            self.lose(f"it gave no sign for {LOST_S:g} s")
+            self.lose(f"it gave no sign for {STILL_S:g} s")
         except (EOFError, OSError, msgspec.DecodeError) as error:
             self.lose(f"its connection has ended{f': {error}' if str(error) else ''}")
         finally:

@@ -12,10 +12,12 @@ import struct
 import threading
 import time
 
-LOST_S = 15.0
-"""Without a sign of the other side: then its machine is taken to be gone."""
+from holdfast.execution.parallel.sockets.silence import LOST_S, end_when_silent
+
 SIGN_S = 0.5
 """Between two signs of a node that has nothing else to say."""
+GONE = f"for {LOST_S} s the other machine, or the way to it, did not answer, or its process has not read what was sent"
+"""The system says the same of all three; of a process that stands still once nothing more fits."""
 MOST_BYTES = 256 << 20
 """Of a message; plans of thousands of sequences are far below."""
 MOST_BEFORE_PROOF = 64 << 10
@@ -34,10 +36,7 @@ class Wire:
         self.own_host, self.other_host = str(connection.getsockname()[0]), str(connection.getpeername()[0])
         connection.setblocking(True)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        # What was sent and not even acknowledged: the other machine, or the way there, is gone.
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(LOST_S * 1000))
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(LOST_S), 0))
+        end_when_silent(connection, sends=True)
 
     def wait_at_most(self, seconds: float, *, for_all: bool = False) -> None:
         """For any sign of a message; it raises TimeoutError (an OSError) then. `for_all`: for all messages from now on,
@@ -59,8 +58,8 @@ class Wire:
                 self._connection.sendall(message)
             except OSError as error:
                 self._shut_down()
-                if isinstance(error, BlockingIOError):
-                    raise TimeoutError("what was sent was not taken in time") from None
+                if isinstance(error, TimeoutError):
+                    raise OSError(GONE) from None
                 raise
 
     def receive(self, most_bytes: int = MOST_BYTES) -> bytes:
@@ -82,6 +81,8 @@ class Wire:
                 got = self._connection.recv_into(place[done:])
             except BlockingIOError:
                 raise TimeoutError("nothing was heard in time") from None
+            except TimeoutError:
+                raise OSError(GONE) from None
             if got == 0:
                 raise EOFError
             done += got

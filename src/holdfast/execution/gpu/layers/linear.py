@@ -5,6 +5,7 @@ rows: cuBLAS. Quantized matrices are in quantized_linear.py. Knows nothing of wh
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
@@ -18,17 +19,28 @@ from holdfast.execution.gpu.layers.rounded_linear import (
     RoundedWorkspace,
     rounds_inputs,
 )
-from holdfast.execution.layers.linear import DenseLinear, DividedLinear, Linear, QuantizedLinear, StackedLinear
+from holdfast.execution.layers.linear import (
+    DenseLinear,
+    DividedLinear,
+    GatheredLinear,
+    Linear,
+    QuantizedLinear,
+    StackedLinear,
+)
 from holdfast.execution.ops.interface import Activation
 from holdfast.execution.triton_kernels import layer as kernels
 from holdfast.execution.triton_kernels.quantized import products
-from holdfast.footprint.gpu import LARGE_BYTES, SKINNY_ROWS
+from holdfast.footprint.gpu import GATHERED_ROWS, LARGE_BYTES, SKINNY_ROWS
+from holdfast.models.spec import ShardPiece
+
+WholeRowsInto = Callable[[torch.Tensor, ShardPiece, torch.Tensor], None]
+"""Of rows of which x is one rank's part, and which part: all of each into the last, [rows, all columns]."""
 
 
 class Scratch:
     """What all products share, one after the other on one stream. `tokens`: the most of a step. `spare`: a buffer
     that products and attention write to, and whose content none needs that does not get it. `activation` of the
-    model. `largest`: asks the other ranks for what they have of the same rows; None: there are none."""
+    model. `largest`, `whole_rows`: ask the other ranks for what they have of the same rows; None: there are none."""
 
     def __init__(
         self,
@@ -38,8 +50,10 @@ class Scratch:
         spare: torch.Tensor | None = None,
         activation: Activation = "silu",
         largest: LargestOfParts | None = None,
+        whole_rows: WholeRowsInto | None = None,
     ) -> None:
         self.largest = largest
+        self.gathered = GatheredWorkspace(tokens, dtype, device, whole_rows)
         self.quantized = QuantizedWorkspace(dtype, device, spare, activation)
         self.rounded = RoundedWorkspace(tokens, dtype, device, activation)
 
@@ -87,6 +101,8 @@ def gpu_linear(linear: Linear, scratch: Scratch) -> GpuLinear:
         return StackedGpuLinear(linear, scratch)
     if isinstance(linear, DividedLinear) and isinstance(linear.base, QuantizedLinear):
         return _divided(linear, linear.base, scratch)
+    if isinstance(linear, GatheredLinear):
+        return GatheredGpuLinear(linear, gpu_linear(linear.base, scratch), scratch.gathered)
     raise EngineError(f"a {type(linear).__name__} has no products on a GPU")
 
 
@@ -219,6 +235,59 @@ class DividedGpuLinear(_Plain):
 
     def add(self, x: torch.Tensor, out: torch.Tensor) -> None:
         self._product.add(x, out)
+
+
+class GatheredWorkspace:
+    """Where rows of inputs of all ranks go, and of these the columns of one matrix in its order: of GATHERED_ROWS at a
+    time. As large as the widest product needs, of those that were made; products are made before the first step."""
+
+    def __init__(self, tokens: int, dtype: torch.dtype, device: torch.device, whole_rows: WholeRowsInto | None) -> None:
+        self.rows, self._whole_rows = min(tokens, GATHERED_ROWS), whole_rows
+        self._whole = torch.empty(0, dtype=dtype, device=device)
+        self._own = torch.empty(0, dtype=dtype, device=device)
+
+    def make_room(self, whole: int, own: int) -> None:
+        if self._whole_rows is None:
+            raise EngineError("columns in an order of their own take inputs that other ranks have, and there are none")
+        if self.rows * whole > len(self._whole):
+            self._whole = self._whole.new_empty(self.rows * whole)
+        if self.rows * own > len(self._own):
+            self._own = self._own.new_empty(self.rows * own)
+
+    def inputs(self, x: torch.Tensor, piece: ShardPiece, order: torch.Tensor) -> torch.Tensor:
+        """Of no more than `rows` of them. Until the next product."""
+        assert self._whole_rows is not None, "there was room made"
+        count, columns = len(x), piece.whole[-1]
+        whole = self._whole[: count * columns].view(count, columns)
+        self._whole_rows(x, piece, whole)
+        own = self._own[: count * len(order)].view(count, len(order))
+        return torch.index_select(whole, 1, order, out=own)
+
+
+class GatheredGpuLinear(_Plain):
+    """One rank's columns of a matrix whose columns have an order of their own: ranks gather the rows first, and `base`
+    takes those that are its own."""
+
+    def __init__(self, linear: GatheredLinear, base: GpuLinear, workspace: GatheredWorkspace) -> None:
+        self._linear, self._base, self._workspace = linear, base, workspace
+        workspace.make_room(linear.piece.whole[-1], linear.columns)
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        return "gathered", *self._base.kind
+
+    def write(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        for inputs, target in self._tiles(x, out):
+            self._base.write(inputs, target)
+
+    def add(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        for inputs, target in self._tiles(x, out):
+            self._base.add(inputs, target)
+
+    def _tiles(self, x: torch.Tensor, out: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        piece, order = self._linear.piece, self._linear.order
+        for part, target in zip(x.split(self._workspace.rows), out.split(self._workspace.rows), strict=True):
+            yield self._workspace.inputs(part, piece, order), target
 
 
 class StackedGpuLinear(_Plain):

@@ -161,7 +161,7 @@ def pinned_line(slot_bytes: int, device: torch.device) -> PinnedMemory:
         return PinnedMemory([line_memory_bytes(slot_bytes)], device)
     except EngineError as error:
         raise EngineError(
-            "there is no pinned host memory for what stages hand on to other nodes",
+            "there is no pinned host memory for what stages hand on to one another",
             code=error.code,
             needed=error.needed,
             found=error.found,

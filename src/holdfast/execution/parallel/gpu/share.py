@@ -14,15 +14,18 @@ import torch
 
 from holdfast.execution.triton_kernels.rounded.rounding import largest_of_parts
 from holdfast.execution.triton_kernels.sampling.rank_tokens import own_rows, put_tokens
+from holdfast.models.spec import ShardPiece
 
 if TYPE_CHECKING:
     from holdfast.execution.gpu.layers.linear import GpuLinear
+    from holdfast.execution.parallel.gpu.row_norms import GpuRowNorms
     from holdfast.execution.parallel.gpu.together import GpuCollectives
 
 
 class GpuRankShare:
     """`vocab`: of every rank, the first row of embedding and head that it has and the one behind its last. `rows`:
-    most whose logits are computed at a time; `tokens`: most of a step."""
+    most whose logits are computed at a time; `tokens`: most of a step. `norms`: of a model that norms the queries of
+    all heads together."""
 
     def __init__(
         self,
@@ -32,8 +35,9 @@ class GpuRankShare:
         tokens: int,
         dtype: torch.dtype,
         device: torch.device,
+        norms: GpuRowNorms | None = None,
     ) -> None:
-        self.collectives = collectives
+        self.collectives, self._norms = collectives, norms
         self._first, last = vocab[collectives.rank]
         self._widths = [end - first for first, end in vocab]
         self._logits = torch.empty(rows * (last - self._first), dtype=dtype, device=device)
@@ -51,7 +55,8 @@ class GpuRankShare:
 
     @property
     def nbytes(self) -> int:
-        return self._logits.nbytes + 3 * self._no_slot.nbytes + self._largest.nbytes
+        norms = 0 if self._norms is None else self._norms.nbytes
+        return self._logits.nbytes + 3 * self._no_slot.nbytes + self._largest.nbytes + norms
 
     def embed(
         self,
@@ -76,6 +81,23 @@ class GpuRankShare:
         if not self.alone:
             self.collectives.all_reduce(found)
         return found
+
+    def whole_of_rows(self, x: torch.Tensor, piece: ShardPiece, out: torch.Tensor) -> None:
+        """out [rows, all columns], contiguous, of which every rank has a part: x is this one's."""
+        out.zero_()
+        begin = 0
+        for first, last in piece.ranges:
+            out[:, first:last] = x[:, begin : begin + last - first]
+            begin += last - first
+        if not self.alone:  # Each number is one rank's alone: the sum has those of all, and not a bit is changed.
+            self.collectives.all_reduce(out)
+
+    def norm_heads_together(
+        self, queries: torch.Tensor, keys: torch.Tensor, weights: tuple[torch.Tensor, torch.Tensor], epsilon: float
+    ) -> None:
+        """In place, of a model that does so."""
+        assert self._norms is not None, "this model norms no head together with others"
+        self._norms.run(queries, keys, weights, epsilon, alone=self.alone)
 
     def largest(self, numbers: Sequence[float]) -> list[float]:
         """Of each of these, which are float32, the largest that any rank has. Waits for them."""

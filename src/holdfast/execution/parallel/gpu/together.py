@@ -21,7 +21,7 @@ NO_PEERS = "NCCL_P2P_DISABLE"
 LINES_BY = "CUDA IPC"
 """How stages hand on: what NCCL sends waits for whoever receives, and two stages that send to each other would wait for
 ever."""
-
+THROUGH_RAM = "sockets, through pinned memory"
 BETWEEN_NODES = "sockets between nodes, through pinned memory"
 
 
@@ -47,11 +47,6 @@ class JoinedGpus:
     """With the ranks of its stage; None: it is alone there."""
     stage: GpuStage | None
     """None: every rank has a part of all layers."""
-
-    @property
-    def name(self) -> str:
-        """For people."""
-        return LINES_BY if self.collectives is None else self.collectives.name
 
     def _each(self) -> Iterator[GpuCollectives | StageLines]:
         if self.collectives is not None:
@@ -157,7 +152,9 @@ def exchange_decisions(joined: JoinedGpus, against: str, uuids: Sequence[str], n
         found.append(Decision("all_reduce", joined.collectives.name, said, "hardware"))
     if joined.stage is not None:
         value, more = LINES_BY, "NCCL's sends wait for whoever receives"
-        if nodes > 1:
+        if against:
+            value, reason = THROUGH_RAM, f"not over CUDA IPC: {against}"
+        elif nodes > 1:
             value = BETWEEN_NODES if joined.stage.count == nodes else f"{BETWEEN_NODES}; {LINES_BY} on each"
             reason = f"stages are on {nodes} nodes"
         found.append(Decision("stage_lines", value, f"{reason}; {more}", "hardware"))

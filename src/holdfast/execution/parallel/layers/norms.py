@@ -12,15 +12,19 @@ from holdfast.execution.ops.reference import NORMED_TOKENS
 from holdfast.execution.parallel.collectives import Collectives
 
 
+def first_counted_head(rank: int, kv_heads: Sequence[tuple[int, int]]) -> int:
+    """Of the KV heads of this rank, the first that no rank before it has; the one behind its last: they all are."""
+    first, end = kv_heads[rank]
+    return max([first, *(min(last, end) for _, last in kv_heads[:rank])])
+
+
 class RowNorms:
     """`kv_heads`: of every rank, the first KV head that it has and the one behind its last: one that several have is
     counted once."""
 
     def __init__(self, collectives: Collectives, kv_heads: Sequence[tuple[int, int]], head_dim: int) -> None:
-        self._collectives = collectives
-        own, before = kv_heads[collectives.rank], kv_heads[: collectives.rank]
-        counted = max([own[0], *(min(last, own[1]) for _, last in before)])
-        self._first_key = (counted - own[0]) * head_dim
+        self._collectives, own = collectives, kv_heads[collectives.rank][0]
+        self._first_key = (first_counted_head(collectives.rank, kv_heads) - own) * head_dim
 
     def run(
         self, queries: torch.Tensor, keys: torch.Tensor, weights: tuple[torch.Tensor, torch.Tensor], epsilon: float

@@ -24,6 +24,7 @@ from holdfast.errors import EngineError
 from holdfast.execution.parallel.segment import LOOK_NS, Watch
 from holdfast.execution.parallel.sockets.key_proof import NONCE_BYTES, PROOF_BYTES, proof, proves
 from holdfast.execution.parallel.sockets.listen import OPEN_PORTS, listen_at
+from holdfast.execution.parallel.sockets.silence import end_when_silent
 
 LOOK_S = LOOK_NS / 1e9
 JOIN_S = 60.0
@@ -36,10 +37,6 @@ MOST_CALLERS = 32
 """That have not yet shown it; the first of more is hung up on."""
 ASK_S = 0.02
 """Between two looks at the store."""
-SILENT_S, SIGN_S = 5, 5
-SIGNS = 2
-"""A machine that is gone says nothing: after so many seconds of silence it is asked for a sign, so often, so many
-seconds apart. Who waits would else wait as long as ranks may keep one another waiting."""
 CALLER, CALLED = b"holdfast rank calls", b"holdfast rank called"
 WHO = struct.Struct("<II")
 """Caller and called."""
@@ -88,11 +85,7 @@ def connect_ranks(
 def _settle(line: socket.socket) -> None:
     line.setblocking(True)
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENT_S)
-    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SIGN_S)
-    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, SIGNS)
-    # No TCP_USER_TIMEOUT: it would also end a line whose receiver is at a long step, and takes nothing meanwhile.
+    end_when_silent(line, sends=False)
 
 
 def _await_any(lines: Sequence[socket.socket], most_s: float) -> None:
